@@ -1,0 +1,161 @@
+"""Attach a policy to a model and take it off again.
+
+Scorers become children of the attention modules, under the name ``kvpop``: state dicts, devices and sharding follow the model.
+One attention function and one mask function are registered with transformers on first use. Nothing is patched at import.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvpop.cache import BoundedCache
+from kvpop.documents import Documents
+from kvpop.policies import LayerPolicy, LayerShape, Policy, SequencePass
+from kvpop.policies.base import Rotary
+
+IMPLEMENTATION = "kvpop"
+CHILD = "kvpop"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    kvpop: SequencePass | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function: the store of a bounded cache if this call has one, else a whole sequence."""
+    policy: LayerPolicy = getattr(module, CHILD)
+    for name in ("softcap", "s_aux", "sliding_window"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"layer {policy.shape.layer} uses {name}, which kvpop does not support yet")
+    if dropout:
+        raise ValueError(f"attention dropout is {dropout}: kvpop attends without dropout, set it to 0")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(f"kvpop takes a 2-D padding mask, got shape {tuple(attention_mask.shape)}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    slots, policy.pending = policy.pending, None
+    if slots is not None:
+        if kvpop is not None:
+            raise ValueError("packed documents and observers are for cache-free passes: call the model with use_cache=False")
+        out = slots.attend(query, key, value, attention_mask, scale)
+    else:
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"{key.shape[2]} cached keys for {query.shape[2]} queries: with a policy attached the cache must be a "
+                "kvpop.BoundedCache(model)"
+            )
+        if kvpop is None:
+            whole = attention_mask is None or bool(attention_mask.all())
+            single = Documents.single(query.shape[0], query.shape[2], query.device)
+            kvpop = SequencePass(single if whole or attention_mask is None else Documents.from_padding(attention_mask))
+        out = policy.attend_sequence(query, key, value, scale, kvpop)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def padding_mask(*, q_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """The registered mask function: which of the q_length new tokens are real, [B, q_length]; None if all are."""
+    return None if attention_mask is None else attention_mask[:, -int(q_length) :].bool()
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Attention modules of a decoder in layer order: those that go through the transformers attention interface."""
+    found = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no attention modules with layer_idx and num_key_value_groups: it does not go "
+            "through the transformers attention interface"
+        )
+    return sorted(found, key=lambda m: m.layer_idx)
+
+
+def _rotary(model: nn.Module) -> Rotary | None:
+    module = next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
+    if module is None:
+        return None
+
+    def cos_sin(position_Bn: Tensor) -> tuple[Tensor, Tensor]:
+        like = torch.empty(0, dtype=torch.float32, device=position_Bn.device)
+        cos, sin = module(like, position_Bn)
+        return cos / module.attention_scaling, sin / module.attention_scaling
+
+    return cos_sin
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name under which this transformers release takes a cache: "cache" (newer) or "past_key_values"."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def attached_policies(model: nn.Module) -> list[LayerPolicy]:
+    """The layer policies of a model, in layer order; empty if nothing is attached."""
+    return [getattr(m, CHILD) for m in attention_modules(model) if hasattr(m, CHILD)]
+
+
+def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
+    """Put ``policy`` on every attention layer of ``model``, in place of one attached before; returns the model.
+
+    Afterwards a cache-free forward pass runs under the policy's mask, and ``generate`` uses a ``BoundedCache``. Weights are
+    not touched. Raises ValueError for models that do not go through the attention interface or that have sliding layers.
+    """
+    modules = attention_modules(model)
+    config = model.config.get_text_config()
+    for module in modules:
+        if getattr(module, "sliding_window", None) is not None:
+            raise ValueError(f"layer {module.layer_idx} of {type(model).__name__} has a sliding window: not supported yet")
+    detach(model)
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
+    rotary = _rotary(model)
+    for module in modules:
+        weight = next(module.parameters())
+        shape = LayerShape(
+            layer=module.layer_idx,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_attention_heads // module.num_key_value_groups,
+            head_dim=module.head_dim,
+            rotary=rotary,
+        )
+        layer = policy.layer(shape).to(weight.device)
+        if weight.dtype == torch.float64:
+            layer = layer.double()
+        module.add_module(CHILD, layer)
+    model._kvpop_previous = model.config._attn_implementation
+    model.config._attn_implementation = IMPLEMENTATION
+    name = cache_argument(model)
+
+    def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if model_kwargs.get(name) is None and generation_config.use_cache is not False:
+            if generation_config.cache_implementation is not None:
+                raise ValueError(
+                    f"cache_implementation={generation_config.cache_implementation!r} cannot be used while a kvpop policy "
+                    "is attached: leave it unset"
+                )
+            model_kwargs[name] = BoundedCache(self)
+        return type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+
+    model._prepare_cache_for_generation = MethodType(prepare_cache, model)
+    return model
+
+
+def detach(model: PreTrainedModel) -> PreTrainedModel:
+    """Take the policy off: the model is as it was before ``attach``. Does nothing if none is attached."""
+    for module in attention_modules(model):
+        if hasattr(module, CHILD):
+            delattr(module, CHILD)
+    if "_kvpop_previous" in vars(model):
+        model.config._attn_implementation = model._kvpop_previous
+        del model._kvpop_previous
+        del model._prepare_cache_for_generation
+    return model

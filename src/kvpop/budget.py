@@ -1,0 +1,95 @@
+"""How many tokens a KV head may hold, and what that costs in bytes.
+
+B_kv = sinks + window + long slots per KV head (Eq. 1). Nothing in this module knows about tensors or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The slots of one KV head: ``sinks`` (s) first tokens, ``window`` (w) newest tokens, ``long`` (k) ranked older ones.
+
+    Token t of a sequence is a sink if t < s, protected at query q while q - w < t <= q, and competes for the k long-range
+    slots from q = t + w on. All counts are tokens. Raises ValueError for negative counts and for window < 1: the token
+    that is being processed always attends to itself, so it needs a protected slot.
+    """
+
+    sinks: int
+    window: int
+    long: int
+
+    def __post_init__(self) -> None:
+        for name, low in (("sinks", 0), ("window", 1), ("long", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"Budget.{name} must be an integer, got {value!r}")
+            if value < low:
+                raise ValueError(f"Budget.{name} must be at least {low}, got {value}")
+
+    @property
+    def slots(self) -> int:
+        """Slots per KV head, s + w + k (Eq. 1)."""
+        return self.sinks + self.window + self.long
+
+    def compression(self, context: int) -> float:
+        """Share of a dense cache of ``context`` tokens that is not held: 1 - slots / context, at least 0."""
+        if context < 1:
+            raise ValueError(f"context must be at least 1 token, got {context}")
+        return max(0.0, 1.0 - self.slots / context)
+
+    @classmethod
+    def of_slots(cls, slots: int, *, sinks: int = 4, window: int = 64) -> Budget:
+        """A budget of ``slots`` in all; what sinks and window leave over is ranked. Raises ValueError if nothing is left."""
+        if slots < sinks + window:
+            raise ValueError(
+                f"a budget of {slots} slots cannot hold {sinks} sinks and a window of {window}: needs {sinks + window}"
+            )
+        return cls(sinks=sinks, window=window, long=slots - sinks - window)
+
+    @classmethod
+    def of_ratio(cls, ratio: float, context: int, *, sinks: int = 4, window: int = 64) -> Budget:
+        """A budget that holds ``ratio`` (0 < ratio <= 1) of a dense cache of ``context`` tokens."""
+        if not 0.0 < ratio <= 1.0:
+            raise ValueError(f"ratio must be in (0, 1], got {ratio}")
+        return cls.of_slots(int(ratio * context), sinks=sinks, window=window)
+
+    def charged(self, state_bytes: int, entry_bytes: int) -> Budget:
+        """This budget with ``long`` lowered by what ``state_bytes`` of scorer state per KV head cost, in whole entries.
+
+        Used to compare stateful with stateless scorers at equal memory. Raises ValueError if the state does not fit.
+        """
+        entries = -(-state_bytes // entry_bytes)
+        if entries > self.long:
+            raise ValueError(
+                f"a scorer state of {state_bytes} bytes costs {entries} entries of {entry_bytes} bytes, "
+                f"but only {self.long} long-range slots can be given up"
+            )
+        return Budget(self.sinks, self.window, self.long - entries)
+
+
+def entry_bytes(head_dim: int, element_size: int, value_dim: int | None = None) -> int:
+    """Bytes of one key and one value of one KV head: (D_k + D_v) x element size (4D in 16-bit formats)."""
+    return (head_dim + (head_dim if value_dim is None else value_dim)) * element_size
+
+
+SLOT_OVERHEAD_BYTES = 8
+"""Per slot and KV head beside K and V: the int32 position and the float32 priority."""
+
+
+def cache_bytes(
+    budget: Budget, *, layers: int, kv_heads: int, head_dim: int, element_size: int, rows: int = 1, state_bytes: int = 0
+) -> int:
+    """Bytes a bounded cache allocates: rows x layers x KV heads x (slots x (entry + overhead) + scorer state) + counters.
+
+    ``state_bytes`` is the scorer state per KV head; every row of every layer also carries one int64 count of seen tokens.
+    """
+    per_head = budget.slots * (entry_bytes(head_dim, element_size) + SLOT_OVERHEAD_BYTES) + state_bytes
+    return rows * layers * (kv_heads * per_head + 8)
+
+
+def dense_bytes(tokens: int, *, layers: int, kv_heads: int, head_dim: int, element_size: int, rows: int = 1) -> int:
+    """Bytes of a dense KV cache of ``tokens`` tokens."""
+    return rows * layers * kv_heads * tokens * entry_bytes(head_dim, element_size)

@@ -1,0 +1,115 @@
+"""BoundedCache: a transformers ``Cache`` that holds only what its policy retains."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvpop.policies import LayerPolicy
+from kvpop.slots import Slots
+
+
+class BoundedLayer(CacheLayerMixin):
+    """One layer's store behind the transformers interface.
+
+    ``update`` does not concatenate: it hands its store to the layer policy, and the attention function takes it from there
+    (queries are needed to attend, and the policy decides what is kept). Lengths are tokens *seen*, padding included.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, policy: LayerPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+        self.slots: Slots | None = None
+        self.tokens = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.slots = self.policy.new_slots(key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        if self.slots is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.slots is not None
+        if len(self.slots.seen) != len(key_states):
+            raise ValueError(f"the cache holds {len(self.slots.seen)} rows, but the input has {len(key_states)}")
+        self.tokens += key_states.shape[-2]
+        self.policy.pending = self.slots
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.slots, self.tokens, self.is_initialized = None, 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.slots is not None:
+            self.slots.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.slots is not None:
+            self.slots.select(torch.arange(len(self.slots.seen))[indices.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.slots is not None:
+            self.slots.select(torch.arange(len(self.slots.seen)).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and self.tokens:
+            raise ValueError(
+                f"crop({tokens_to_remove}): a bounded cache overwrites tokens and cannot roll back; nothing was changed"
+            )
+
+    def offload(self) -> None:
+        raise ValueError("a bounded cache is not offloaded: it is small by construction")
+
+    prefetch = offload
+
+
+class BoundedCache(Cache):
+    """At most ``policy.slots`` tokens per KV head, for a model that ``attach`` prepared.
+
+    Pass it as ``past_key_values`` and go on as with any cache: prefill, chunks of any size, decode, further turns, and
+    left-padded batches. Each row has its own count of tokens; padding is never held. Raises ValueError if the model has
+    no policy attached.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        policies = sorted(
+            (m for m in model.modules() if isinstance(m, LayerPolicy)), key=lambda policy: policy.shape.layer
+        )
+        if not policies:
+            raise ValueError(f"{type(model).__name__} has no policy attached: call kvpop.attach(model, policy) first")
+        super().__init__(layers=[BoundedLayer(policy) for policy in policies])
+
+    @property
+    def stores(self) -> list[Slots]:
+        """The stores of the layers that have been used."""
+        return [layer.slots for layer in self.layers if layer.slots is not None]
+
+    def held_positions(self) -> list[list[list[list[int]]]]:
+        """Sorted positions held, as [layer][row][KV head]: positions count a row's real tokens from 0."""
+        return [store.held() for store in self.stores]
+
+    def tokens_seen(self) -> list[int]:
+        """Real tokens each row has taken in (padding not counted)."""
+        return self.stores[0].seen.tolist() if self.stores else []
+
+    def rows_held(self) -> int:
+        """The largest number of slots in use by any KV head."""
+        return max((int((store.position >= 0).sum(-1).max()) for store in self.stores), default=0)
+
+    def nbytes(self) -> int:
+        """Bytes allocated: keys, values, positions, priorities, scorer state and counters of all layers."""
+        return sum(store.nbytes() for store in self.stores)

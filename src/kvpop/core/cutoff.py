@@ -1,0 +1,137 @@
+"""The running top-k and the expiry it implies (Appendix C).
+
+Tokens arrive one after the other, each with a priority that never changes; the k best of those that have arrived are kept.
+The k-th best can only improve, so a token that is dropped never returns, and one integer per token says all there is to say:
+the arrival that drops it. ``expiry`` puts that integer in terms of query positions for a whole sequence.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvpop.budget import Budget
+
+# Shapes: X any leading dimensions (rows, heads), A arrivals, S sequence.
+
+Impl = Literal["parallel", "heap", "brute"]
+
+NEVER = torch.iinfo(torch.int32).max
+
+
+def ranks(priority_XA: Tensor) -> Tensor:
+    """0 (worst) to A - 1 (best) by (priority, arrival): of equals the newer is better. NaN counts as -inf."""
+    priority_XA = torch.nan_to_num(priority_XA, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0  # -0.0 to 0.0
+    order_XA = priority_XA.argsort(dim=-1, stable=True)
+    index_XA = torch.arange(priority_XA.shape[-1], device=priority_XA.device).expand_as(order_XA)
+    return torch.empty_like(order_XA).scatter_(-1, order_XA, index_XA)
+
+
+def running_cutoff(rank_XA: Tensor, k: int, impl: Impl = "parallel") -> Tensor:
+    """The rank of the k-th best of arrivals 0..j, for every j; -1 while fewer than k have arrived (nothing is cut).
+
+    With k = 0 nothing is ever kept: the cutoff is A, above every rank. ``rank_XA`` is a permutation along its last
+    dimension. ``impl``: "parallel" is a wavelet matrix, ceil(log2 A) rounds of cumsum and gather for all rows at once;
+    "heap" is one heap per row on the CPU, O(A log k) (0.3 us a token); "brute" sorts every prefix, for tests.
+    """
+    if k < 0:
+        raise ValueError(f"k must be at least 0 tokens, got {k}")
+    A = rank_XA.shape[-1]
+    if k == 0:
+        return torch.full_like(rank_XA, A)
+    if k >= A:
+        cutoff_XA = torch.full_like(rank_XA, -1)
+        if k == A and A > 0:
+            cutoff_XA[..., -1] = 0
+        return cutoff_XA
+    if impl == "parallel":
+        cutoff_XA = _wavelet(rank_XA, k)
+    elif impl == "heap":
+        cutoff_XA = _heap(rank_XA, k)
+    elif impl == "brute":
+        cutoff_XA = torch.stack([rank_XA[..., : max(j + 1, k)].topk(k, dim=-1).values[..., -1] for j in range(A)], dim=-1)
+    else:
+        raise ValueError(f"unknown impl {impl!r}: choose 'parallel', 'heap' or 'brute'")
+    cutoff_XA[..., : k - 1] = -1
+    return cutoff_XA
+
+
+def _wavelet(rank_XA: Tensor, k: int) -> Tensor:
+    """k-th largest of every prefix, most significant bit first: follow the interval of the prefix through the levels."""
+    A = rank_XA.shape[-1]
+    level_XA = rank_XA.flatten(0, -2) if rank_XA.ndim > 1 else rank_XA[None]
+    N, device = level_XA.shape[0], level_XA.device
+    left = torch.zeros(N, A, dtype=torch.long, device=device)
+    right = torch.arange(1, A + 1, device=device).expand(N, A)
+    wanted = torch.full_like(left, k).minimum(right)  # short prefixes are overwritten by the caller
+    value = torch.zeros_like(left)
+    for bit in reversed(range(max(1, (A - 1).bit_length()))):
+        is_one = (level_XA >> bit) & 1
+        ones = torch.zeros(N, A + 1, dtype=torch.long, device=device)
+        torch.cumsum(is_one, dim=-1, out=ones[:, 1:])
+        zeros_total = A - ones[:, -1:]
+        ones_left, ones_right = ones.gather(1, left), ones.gather(1, right)
+        inside = ones_right - ones_left
+        up = wanted <= inside
+        value |= up.long() << bit
+        wanted = torch.where(up, wanted, wanted - inside)
+        left = torch.where(up, zeros_total + ones_left, left - ones_left)
+        right = torch.where(up, zeros_total + ones_right, right - ones_right)
+        level_XA = level_XA.gather(1, is_one.argsort(dim=-1, stable=True))
+    return value.view(rank_XA.shape)
+
+
+def _heap(rank_XA: Tensor, k: int) -> Tensor:
+    rows = []
+    for row in rank_XA.reshape(-1, rank_XA.shape[-1]).tolist():
+        best = row[:k]
+        heapq.heapify(best)
+        cutoffs = [best[0]] * k
+        for rank in row[k:]:
+            heapq.heappushpop(best, rank)
+            cutoffs.append(best[0])
+        rows.append(cutoffs)
+    return torch.tensor(rows, device=rank_XA.device).view(rank_XA.shape)
+
+
+def departures(rank_XA: Tensor, cutoff_XA: Tensor) -> Tensor:
+    """The arrival that drops each token: the first j >= own arrival whose cutoff is above its rank; A if none does."""
+    A = rank_XA.shape[-1]
+    first = torch.searchsorted(cutoff_XA.contiguous(), rank_XA.contiguous(), right=True)
+    return first.maximum(torch.arange(A, device=rank_XA.device))
+
+
+def expiry(priority_XS: Tensor, budget: Budget, impl: Impl = "parallel") -> Tensor:
+    """The first query position at which each token of a sequence is no longer held; int32, NEVER if it always is.
+
+        sinks (t < s): NEVER          others: max(t + w, first q whose k-th best of E(q) outranks t)
+
+    ``priority_XS`` holds the static priorities of tokens 0..S-1 of one document a row. Sinks' priorities are not read.
+    Positions at or past S are reported as they fall out, or as NEVER: nothing beyond S is known.
+    """
+    S = priority_XS.shape[-1]
+    expiry_XS = torch.full(priority_XS.shape, NEVER, dtype=torch.int32, device=priority_XS.device)
+    ranked_XA = priority_XS[..., budget.sinks :]
+    if ranked_XA.numel():
+        rank_XA = ranks(ranked_XA)
+        leaves_XA = departures(rank_XA, running_cutoff(rank_XA, budget.long, impl))
+        query_XA = leaves_XA + (budget.sinks + budget.window)
+        # The last w tokens have not been ranked within S: whatever happens to them happens at S or later.
+        expiry_XS[..., budget.sinks :] = torch.where(query_XA < S, query_XA, NEVER).int()
+    return expiry_XS
+
+
+def oracle_held(priority_S: list[float], budget: Budget, q: int) -> set[int]:
+    """The set definition, word for word: sinks, the window {t : q-w < t <= q}, the top-k of E(q) = {t : s <= t <= q-w}."""
+    sinks = {t for t in range(budget.sinks) if t <= q}
+    window = {t for t in range(q - budget.window + 1, q + 1) if t >= 0}
+
+    def key(t: int) -> tuple[float, int]:
+        p = priority_S[t]
+        return (float("-inf") if p != p else p, t)
+
+    eligible = sorted(range(budget.sinks, q - budget.window + 1), key=key, reverse=True)
+    return sinks | window | set(eligible[: budget.long])

@@ -1,0 +1,71 @@
+"""Attention over the keys an expiry keeps, with its log-normaliser.
+
+    keep(h, q, t)  <=>  t <= q < expiry[h, t]
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# Shapes: B batch, R = H * G query heads, H KV heads, G query heads per KV head, Q queries, T keys, D head dim, V value dim.
+
+Impl = Literal["reference", "flex"]
+
+NEVER = torch.iinfo(torch.int32).max
+"""The expiry of a token that is never dropped."""
+
+
+def sparse_attention(
+    q_BRQD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTV: Tensor,
+    expiry_BHT: Tensor,
+    *,
+    scale: float,
+    q_pos_BQ: Tensor | None = None,
+    k_pos_BHT: Tensor | None = None,
+    impl: Impl = "reference",
+) -> tuple[Tensor, Tensor]:
+    """Attend from each query at position q to the keys with t <= q < expiry.
+
+    Query head r reads KV head r // G. Positions are integers in tokens; without them query i and key i both stand at i
+    (then Q must equal T). A query without a single key gets a zero output and LSE -inf.
+
+    Returns (output [B, R, Q, V] in the dtype of v, LSE [B, R, Q] in float32 or wider, natural log: Eq. 9).
+    Raises ValueError for shapes that do not fit, an unknown ``impl``, or positions with ``impl="flex"``.
+    """
+    (B, R, Q, D), (_, H, T, _) = q_BRQD.shape, k_BHTD.shape
+    if R % H:
+        raise ValueError(f"{R} query heads cannot share {H} KV heads evenly")
+    if k_BHTD.shape != (B, H, T, D) or v_BHTV.shape[:3] != (B, H, T) or expiry_BHT.shape != (B, H, T):
+        raise ValueError(
+            f"shapes do not fit: q {tuple(q_BRQD.shape)}, k {tuple(k_BHTD.shape)}, v {tuple(v_BHTV.shape)}, "
+            f"expiry {tuple(expiry_BHT.shape)}"
+        )
+    if (q_pos_BQ is None) != (k_pos_BHT is None):
+        raise ValueError("give positions for queries and keys, or for neither")
+    if q_pos_BQ is None and Q != T:
+        raise ValueError(f"without positions the {Q} queries and {T} keys must be the same tokens")
+    if impl == "reference":
+        from kvpop.ops.sparse_attention.reference import attend
+
+        if q_pos_BQ is None or k_pos_BHT is None:
+            index = torch.arange(T, device=q_BRQD.device)
+            q_pos_BQ, k_pos_BHT = index.expand(B, Q), index.expand(B, H, T)
+        return attend(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale, q_pos_BQ, k_pos_BHT)
+    if impl == "flex":
+        if q_pos_BQ is not None:
+            raise ValueError("impl='flex' takes whole sequences only; use impl='reference' with explicit positions")
+        from kvpop.ops.sparse_attention.flex import attend_sequence
+
+        return attend_sequence(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale)
+    raise ValueError(f"unknown impl {impl!r}: choose 'reference' or 'flex'")
+
+
+def keep_mask(expiry_BHT: Tensor, q_pos_BQ: Tensor, k_pos_BHT: Tensor) -> Tensor:
+    """The boolean mask [B, H, Q, T] that an expiry describes. For tests, small inputs and the dense reference."""
+    q = q_pos_BQ[:, None, :, None]
+    return (k_pos_BHT[:, :, None, :] <= q) & (q < expiry_BHT[:, :, None, :])

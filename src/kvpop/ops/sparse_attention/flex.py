@@ -1,0 +1,86 @@
+"""Sparse attention as FlexAttention over the tiles that an expiry keeps. GPU only; trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from kvpop.ops.sparse_attention import blocks
+from kvpop.ops.sparse_attention.api import NEVER
+
+# Shapes: B batch, R = H * G query heads, H KV heads, G query heads per KV head, S sequence, D head dim, V value dim.
+
+CHUNK = 1024
+
+
+def attend_sequence(
+    q_BRSD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSV: Tensor,
+    expiry_BHS: Tensor,
+    scale: float,
+    *,
+    permute: int | None = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """See ``api.sparse_attention``; query i and key i stand at position i. Time and memory follow the live tiles.
+
+    Tokens that survive are scattered, so in position order nearly every tile is partial. With ``permute`` (tokens) the
+    keys of each KV head are sorted by expiry within chunks of that many tokens, which leaves fewer live tiles and more
+    full ones. It changes the order of summation, nothing else. Raises ValueError on the CPU and for permute < 1.
+    """
+    if permute is not None and permute < 1:
+        raise ValueError(f"permute must be at least 1 token or None, got {permute}")
+    S, G = q_BRSD.shape[2], q_BRSD.shape[1] // k_BHSD.shape[1]
+    q_BRSD, k_BHSD, v_BHSV = (blocks.padded(x, -2) for x in (q_BRSD, k_BHSD, v_BHSV))
+    birth_BHS, expiry_BHS = lifetimes(blocks.padded(expiry_BHS, -1))
+    if permute is not None:
+        order_BHS = expiry_order(expiry_BHS, permute)
+        inverse_BHS = order_BHS.argsort(dim=-1)
+        k_BHSD = _Reorder.apply(k_BHSD, order_BHS, inverse_BHS)
+        v_BHSV = _Reorder.apply(v_BHSV, order_BHS, inverse_BHS)
+        birth_BHS, expiry_BHS = birth_BHS.gather(-1, order_BHS), expiry_BHS.gather(-1, order_BHS)
+    mask = lifetime_mask(birth_BHS, expiry_BHS, G)
+    out_BRSV, lse_BRS = blocks.run_flex(q_BRSD, k_BHSD, v_BHSV, mask, scale)
+    return out_BRSV[:, :, :S], lse_BRS[:, :, :S]
+
+
+def lifetimes(expiry_BHS: Tensor) -> tuple[Tensor, Tensor]:
+    """Birth and expiry of each key as int32 [B, H, S]. A key that no query reads (expiry <= birth) gets expiry 0."""
+    birth_S = torch.arange(expiry_BHS.shape[-1], device=expiry_BHS.device, dtype=torch.int32)
+    birth_BHS = birth_S.expand(expiry_BHS.shape).contiguous()  # the strides of a permuted birth: one graph for both
+    expiry_BHS = expiry_BHS.clamp(max=NEVER).to(torch.int32)
+    return birth_BHS, expiry_BHS.masked_fill(expiry_BHS <= birth_BHS, 0)
+
+
+def expiry_order(expiry_BHS: Tensor, chunk: int) -> Tensor:
+    """The permutation [B, H, S] that sorts keys by (position // chunk, expiry), ties by position."""
+    chunk_S = torch.arange(expiry_BHS.shape[-1], device=expiry_BHS.device) // chunk
+    return ((chunk_S << 32) + expiry_BHS).argsort(dim=-1, stable=True)
+
+
+def lifetime_mask(birth_BHS: Tensor, expiry_BHS: Tensor, G: int) -> BlockMask:
+    """The mask of R = H * G query heads over keys that live for the queries [birth, expiry), in any order of keys."""
+    live_BHKQ, full_BHKQ = blocks.interval_tiles(birth_BHS, expiry_BHS)
+    live_BRQK, full_BRQK = (x.mT.repeat_interleave(G, dim=1) for x in (live_BHKQ, full_BHKQ))
+
+    def alive(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (birth_BHS[b, h // G, kv] <= q) & (q < expiry_BHS[b, h // G, kv])
+
+    return blocks.block_mask(live_BRQK, full_BRQK, alive)
+
+
+class _Reorder(torch.autograd.Function):
+    """x[..., order, :] whose backward gathers with the inverse permutation instead of a scatter-add."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BHSD: Tensor, order_BHS: Tensor, inverse_BHS: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_BHS)
+        return x_BHSD.take_along_dim(order_BHS[..., None], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHSD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (inverse_BHS,) = ctx.saved_tensors
+        return grad_BHSD.take_along_dim(inverse_BHS[..., None], dim=2), None, None

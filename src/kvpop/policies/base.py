@@ -1,0 +1,152 @@
+"""What a policy is: a recipe that gives every attention layer a ``LayerPolicy``.
+
+A layer policy does two things. On a whole sequence it turns q, k, v into an expiry and attends under it. For generation it
+makes the bounded store that keeps the same set. Everything else only reads the expiry.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from kvpop.budget import Budget
+from kvpop.core.cutoff import expiry
+from kvpop.core.priority import static_priority
+from kvpop.documents import Documents
+from kvpop.ops.sparse_attention.api import Impl, sparse_attention
+from kvpop.scorers import Scorer
+from kvpop.slots import RankedSlots, Slots
+
+# Shapes: B batch, R query heads, H KV heads, S sequence, D head dim, N documents, L longest document.
+
+
+Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Positions [B, n] in tokens to (cos, sin) [B, n, D_rotary], unscaled: the model's own rotary embedding."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a policy needs to know about an attention layer."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: Rotary | None = None
+
+
+@dataclass
+class LayerView:
+    """What one layer did with a whole sequence: handed to the observer of a pass. Priorities are rows of documents."""
+
+    layer: int
+    policy: LayerPolicy
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    expiry: Tensor
+    scale: float
+    documents: Documents
+    score_NHL: Tensor | None = None
+
+
+Observer = Callable[[LayerView], None]
+
+
+@dataclass
+class SequencePass:
+    """What travels with one cache-free forward pass to every attention layer: ``model(ids, kvpop=SequencePass(...))``."""
+
+    documents: Documents
+    observe: Observer | None = None
+    impl: Impl = "reference"
+    extra: dict[str, object] = field(default_factory=dict)
+
+
+class LayerPolicy(nn.Module, ABC):
+    """The retention of one attention layer; attached as its child module ``kvpop``."""
+
+    pending: Slots | None = None
+    """The store that the cache's ``update`` of this very call belongs to; taken by the attention function."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @abstractmethod
+    def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
+        """Attention output [B, R, S, D] of a whole sequence under this policy; calls ``seq.observe`` if there is one."""
+
+    @abstractmethod
+    def new_slots(self, k: Tensor, v: Tensor) -> Slots:
+        """An empty store for the rows of k and v [B, H, n, D]."""
+
+    def attend_expiry(
+        self, q: Tensor, k: Tensor, v: Tensor, expiry_BHS: Tensor, scale: float, seq: SequencePass, score: Tensor | None = None
+    ) -> Tensor:
+        """Attend under an expiry that is cut at document ends, and tell the observer."""
+        expiry_BHS = expiry_BHS.minimum(seq.documents.end_BS[:, None].int())
+        out, lse = sparse_attention(q, k, v, expiry_BHS, scale=scale, impl=seq.impl)
+        if seq.observe is not None:
+            seq.observe(LayerView(self.shape.layer, self, q, k, v, lse, expiry_BHS, scale, seq.documents, score))
+        return out
+
+
+class RankedLayer(LayerPolicy):
+    """Sinks, window, and the k best of the rest under a scorer and a decay: KVpop, and whatever else scores tokens."""
+
+    def __init__(self, shape: LayerShape, budget: Budget, scorer: Scorer, decay: nn.Module, decay_step: int = 1) -> None:
+        super().__init__(shape)
+        self.budget, self.decay_step = budget, decay_step
+        self.scorer, self.decay = scorer, decay
+
+    def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
+        score_NHL = self.score(k, v, seq.documents)
+        expiry_BHS = sequence_expiry(self.priority(score_NHL.detach()), self.budget, seq.documents)
+        return self.attend_expiry(q, k, v, expiry_BHS, scale, seq, score_NHL)
+
+    def score(self, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        """Raw scores in nats, rows of documents [N, H, L]. k and v are detached: no gradient reaches the backbone."""
+        x_NHLE = documents.to_rows(torch.cat([k, v], dim=-1).detach())
+        valid_NL = None
+        if not documents.is_trivial:
+            valid_NL = torch.arange(x_NHLE.shape[2], device=x_NHLE.device) < documents.length_N[:, None]
+        return self.scorer.score_sequence(x_NHLE, self.budget.window, valid_NL)
+
+    def priority(self, score_NHL: Tensor, log_gamma_H: Tensor | None = None) -> Tensor:
+        """Static priorities of scores (Eq. 20); positions count from the start of each document."""
+        log_gamma_H = self.decay() if log_gamma_H is None else log_gamma_H
+        position_L = torch.arange(score_NHL.shape[-1], device=score_NHL.device)
+        return static_priority(score_NHL, position_L, log_gamma_H, self.decay_step)
+
+    def new_slots(self, k: Tensor, v: Tensor) -> Slots:
+        return RankedSlots(self.budget, self.scorer, self.decay(), self.decay_step, k, v)
+
+
+def sequence_expiry(priority_NHL: Tensor, budget: Budget, documents: Documents) -> Tensor:
+    """Expiry [B, H, S] in positions of the packed sequence, cut at document ends; 0 on padding."""
+    local_NHL = expiry(priority_NHL, budget).long()
+    expiry_BHS = documents.from_rows(local_NHL, fill=0) + documents.start_BS[:, None]
+    return expiry_BHS.minimum(documents.end_BS[:, None]).int()
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """A named recipe. Adding one: subclass, give ``name``, ``budget`` and ``layer``, and list it in ``policies.POLICIES``."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def slots(self) -> int | None:
+        """Slots per KV head; None if memory is not bounded."""
+
+    @abstractmethod
+    def layer(self, shape: LayerShape) -> LayerPolicy: ...

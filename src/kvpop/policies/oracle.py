@@ -1,0 +1,60 @@
+"""The oracle: rank tokens by the attention they are going to receive. The ceiling for any scorer at a budget.
+
+It needs the whole sequence, so it has no bounded store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpop.budget import Budget
+from kvpop.core.priority import static_priority
+from kvpop.core.target import Target, floored, future_target
+from kvpop.ops.sparse_attention.api import NEVER, sparse_attention
+from kvpop.policies.base import LayerPolicy, LayerShape, Policy, SequencePass, sequence_expiry
+from kvpop.slots import Slots
+
+
+class OracleLayer(LayerPolicy):
+    def __init__(self, shape: LayerShape, budget: Budget, target: Target, decay: float) -> None:
+        super().__init__(shape)
+        self.budget, self.target, self.decay = budget, target, decay
+
+    @torch.no_grad()
+    def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
+        docs = seq.documents
+        never = torch.full(k.shape[:3], NEVER, dtype=torch.int32, device=k.device).minimum(docs.end_BS[:, None].int())
+        _, dense_lse = sparse_attention(q, k, v, never, scale=scale, impl=seq.impl)
+        log_mass = future_target(
+            q, k, dense_lse, docs, scale=scale, window=self.budget.window, target=self.target, impl=seq.impl
+        )
+        score = docs.to_rows(floored(log_mass, self.target.epsilon))
+        log_gamma = torch.full((k.shape[1],), self.decay, device=k.device)
+        priority = static_priority(score, torch.arange(score.shape[-1], device=k.device), log_gamma)
+        return self.attend_expiry(q, k, v, sequence_expiry(priority, self.budget, docs), scale, seq)
+
+    def new_slots(self, k: Tensor, v: Tensor) -> Slots:
+        raise ValueError("the oracle ranks tokens by future attention: it can score a given text, not generate one")
+
+
+@dataclass(frozen=True)
+class Oracle(Policy):
+    """``target`` says which future mass counts (dense normalisers always); ``decay`` is log gamma, nats a token."""
+
+    budget: Budget
+    target: Target = Target(lse="dense")
+    decay: float = -1e-3
+
+    @property
+    def name(self) -> str:
+        return "oracle"
+
+    @property
+    def slots(self) -> int:
+        return self.budget.slots
+
+    def layer(self, shape: LayerShape) -> OracleLayer:
+        return OracleLayer(shape, self.budget, self.target, self.decay)

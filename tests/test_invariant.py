@@ -1,0 +1,216 @@
+"""The central invariant: at every step the bounded cache holds exactly the set the training mask keeps.
+
+Checked in float64, where near-ties do not fall either way, on tiny random models: held sets at every chunk end, and logits
+at every position against a full-length forward under the dense boolean mask.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpop.attach import attach, attached_policies, cache_argument
+from kvpop.budget import Budget
+from kvpop.cache import BoundedCache
+from kvpop.core.cutoff import oracle_held
+from kvpop.policies import KVpop, Random, RankedLayer, Streaming
+from kvpop.policies.base import LayerShape, Policy
+from kvpop.core.priority import FixedDecay
+from kvpop.scorers import ConstantScorer
+from tests.tiny import VOCAB, dense_masks, expiries, held_by_mask, masked_reference, tiny_model
+
+MODELS = {}
+
+
+def model_of(family: str, kv_heads: int, groups: int):
+    key = (family, kv_heads, groups)
+    if key not in MODELS:
+        MODELS[key] = tiny_model(family, kv_heads=kv_heads, groups=groups)
+    return MODELS[key]
+
+
+class Fixed(Policy):
+    """A constant score of any value, with decay: structural protection must hold whatever the scores are."""
+
+    def __init__(self, budget: Budget, value: float, decay: float) -> None:
+        object.__setattr__(self, "budget", budget)
+        object.__setattr__(self, "value", value)
+        object.__setattr__(self, "decay", decay)
+
+    name = "fixed"
+
+    @property
+    def slots(self) -> int:
+        return self.budget.slots
+
+    def layer(self, shape: LayerShape) -> RankedLayer:
+        scorer = ConstantScorer(shape.kv_heads, shape.head_dim, self.value)
+        return RankedLayer(shape, self.budget, scorer, FixedDecay(shape.kv_heads, self.decay))
+
+
+def make_policy(kind: str, budget: Budget) -> Policy:
+    if kind.startswith("fixed"):
+        return Fixed(budget, float(kind.split(":")[1]), 0.0)
+    if kind == "fixed-decay":
+        return Fixed(budget, 0.0, -1e-2)
+    if kind == "random":
+        return Random(budget, seed=3, decay=-1e-2)
+    if kind == "streaming":
+        return Streaming(budget)
+    if kind == "streaming-cache":
+        return Streaming(budget, positions="cache")
+    return KVpop(budget, scorer=kind.removesuffix("/bucketed"), decay_step=3 if kind.endswith("/bucketed") else 1)
+
+
+def shake(model, seed: int) -> None:
+    """Scores start near zero; make them differ, per head."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for policy in attached_policies(model):
+            for p in policy.parameters():
+                p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.5)
+
+
+KINDS = [
+    "mlp", "mlstm", "mlstm-immediate", "mlp+mlstm", "mlp+mlstm/bucketed", "random", "streaming",
+    "fixed:0", "fixed:inf", "fixed:-inf", "fixed:nan",
+]  # fmt: skip
+
+
+@st.composite
+def cases(draw):
+    budget = Budget(draw(st.integers(0, 3)), draw(st.integers(1, 6)), draw(st.integers(0, 6)))
+    lengths = draw(st.lists(st.integers(1, 3 * budget.slots + 6), min_size=1, max_size=3))
+    longest = max(lengths)
+    cuts = draw(st.lists(st.integers(1, longest), max_size=5))
+    style = draw(st.sampled_from(["chunks", "one by one", "all at once", "prompt then decode"]))
+    if style == "one by one":
+        bounds = list(range(longest + 1))
+    elif style == "all at once":
+        bounds = [0, longest]
+    elif style == "prompt then decode":
+        prompt = draw(st.integers(1, longest))
+        bounds = [0, *range(prompt, longest + 1)]
+    else:
+        bounds = sorted({0, longest, *cuts})
+    return {
+        "kind": draw(st.sampled_from(KINDS)),
+        "budget": budget,
+        "lengths": lengths,
+        "side": draw(st.sampled_from(["left", "right"])),
+        "bounds": bounds,
+        "heads": draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)])),
+        "family": draw(st.sampled_from(["llama", "qwen3"])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def run_case(case) -> None:
+    budget, lengths = case["budget"], case["lengths"]
+    model = attach(model_of(case["family"], *case["heads"]), make_policy(case["kind"], budget))
+    shake(model, case["seed"])
+    generator = torch.Generator().manual_seed(case["seed"])
+    rows = [torch.randint(3, VOCAB, (n,), generator=generator) for n in lengths]
+    longest = max(lengths)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        part = slice(longest - len(row), longest) if case["side"] == "left" else slice(0, len(row))
+        ids[i, part], mask[i, part] = row, 1
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    reference = []
+    for row in rows:
+        _, expiry = expiries(model, row[None])
+        reference.append((masked_reference(model, row[None], dense_masks(expiry))[0], expiry))
+
+    cache = BoundedCache(model)
+    padded = bool((mask == 0).any())
+    logits = []
+    for start, stop in zip(case["bounds"], case["bounds"][1:]):
+        with torch.no_grad():
+            out = model(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop] if padded else None,
+                position_ids=position_ids[:, start:stop],
+                use_cache=True,
+                **{cache_argument(model): cache},
+            )
+        logits.append(out.logits)
+        held = cache.held_positions()
+        for i, (_, expiry) in enumerate(reference):
+            seen = int(mask[i, :stop].sum())
+            assert cache.tokens_seen()[i] == seen
+            expected = held_by_mask(expiry, seen - 1) if seen else [[[[]] * case["heads"][0]]] * 2
+            for layer in range(2):
+                assert held[layer][i] == expected[layer][0], (case, stop, i, layer)
+                assert all(len(head) == min(seen, budget.slots) for head in held[layer][i])
+    logits = torch.cat(logits, dim=1)
+    for i, (expected, _) in enumerate(reference):
+        torch.testing.assert_close(logits[i][mask[i].bool()], expected, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=250)
+@given(cases())
+def test_cache_holds_what_the_mask_keeps(case):
+    run_case(case)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1), (2, 8, 8)])
+def test_every_policy_at_edge_budgets_and_chunk_sizes_around_the_window(kind, sizes):
+    budget = Budget(*sizes)
+    length = 3 * budget.slots + 3
+    for chunk in sorted({1, 3, max(1, budget.window - 1), budget.window, budget.window + 1, length}):
+        run_case(
+            {
+                "kind": kind, "budget": budget, "lengths": [length, max(1, length // 2)], "side": "left",
+                "bounds": [*range(0, length, chunk), length], "heads": (2, 2), "family": "llama", "seed": chunk,
+            }
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, -math.inf, math.nan])
+def test_constant_scores_are_a_sliding_window_with_sinks(value):
+    budget = Budget(2, 3, 4)
+    model = attach(tiny_model(), Fixed(budget, value, 0.0))
+    _, expiry = expiries(model, torch.randint(3, VOCAB, (1, 40)))
+    for q in range(40):
+        recent = set(range(max(0, q - 6), q + 1)) | set(range(min(2, q + 1)))
+        assert held_by_mask(expiry, q) == [[[sorted(recent)] * 2]] * 2
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_expiry_is_the_set_definition_through_a_model(data):
+    budget = Budget(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4)))
+    model = attach(model_of("llama", 2, 2), KVpop(budget, scorer="mlp"))
+    shake(model, data.draw(st.integers(0, 99)))
+    ids = torch.randint(3, VOCAB, (1, 25), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    seen = {}
+
+    def observe(view):
+        seen[view.layer] = (view.policy.priority(view.score_NHL)[0].tolist(), view.expiry[0])
+
+    from kvpop.documents import Documents
+    from kvpop.policies import SequencePass
+
+    with torch.no_grad():
+        model(ids, use_cache=False, kvpop=SequencePass(Documents.single(1, 25), observe=observe))
+    for priority, expiry in seen.values():
+        for h in range(2):
+            for q in range(25):
+                assert {t for t in range(q + 1) if q < expiry[h, t]} == oracle_held(priority[h], budget, q)
+
+
+def test_a_budget_as_long_as_the_text_is_dense():
+    ids = torch.randint(3, VOCAB, (2, 30))
+    model = tiny_model()
+    with torch.no_grad():
+        dense = model(ids, use_cache=False).logits
+    attach(model, KVpop(Budget(2, 8, 20)))
+    sparse, _ = expiries(model, ids)
+    torch.testing.assert_close(sparse, dense, rtol=1e-9, atol=1e-9)
