@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+import torch._inductor.config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kvpop.ops.sparse_attention import NEVER, blocks, flex, keep_mask, reference, sparse_attention
 
@@ -137,9 +138,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="or for neither"):
         sparse_attention(q, kv, kv, expiry, scale=1.0, q_pos_BQ=pos[None])
     with pytest.raises(ValueError, match="whole sequences"):
-        sparse_attention(
-            q, kv, kv, expiry, scale=1.0, q_pos_BQ=pos[None], k_pos_BHT=pos.expand(1, 2, 5), impl="flex"
-        )
+        sparse_attention(q, kv, kv, expiry, scale=1.0, q_pos_BQ=pos[None], k_pos_BHT=pos.expand(1, 2, 5), impl="flex")
     with pytest.raises(ValueError, match="unknown impl 'dense'"):
         sparse_attention(q, kv, kv, expiry, scale=1.0, impl="dense")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="permute must be at least 1"):
@@ -247,12 +246,11 @@ def test_reordering_has_the_gradient_of_a_gather() -> None:
 # lists but has no LSE. Together they cover what the GPU does in one call.
 
 
+_traced = torch.compile(blocks._flex, backend="eager", dynamic=False, fullgraph=True)
+
+
 def eager_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    out, aux = flex_attention(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
-    )
-    assert aux.lse is not None
-    return out, aux.lse
+    return _traced(q, k, v, mask, scale, None)
 
 
 _compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -263,9 +261,9 @@ def compiled_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float
     return out, q.new_full(out.shape[:3], math.nan)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize(("S", "G", "permute"), [(1, 1, None), (40, 2, 16), (200, 1, 1024), (300, 3, 128)])
 def test_flex_semantics(S: int, G: int, permute: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
     monkeypatch.setattr(blocks, "run_flex", eager_flex)
     generator = torch.Generator().manual_seed(S)
     q = torch.randn(2, 2 * G, S, 16, generator=generator)
@@ -296,7 +294,8 @@ def test_compiled_flex_visits_the_listed_tiles(monkeypatch: pytest.MonkeyPatch) 
         expiry[0, 1, :128] = NEVER
         expected, _ = sparse_attention(q, k, v, expiry, scale=0.4)
         k[0, 0, 128:256] = v[0, 0, 128:256] = math.nan
-        with torch._dynamo.config.patch(error_on_recompile=seed > 0):  # all are one graph: only the numbers differ
+        one_graph = torch._dynamo.config.patch(error_on_recompile=seed > 0)  # only the numbers differ
+        with one_graph, torch._inductor.config.patch({"cpp.vec_isa_ok": True}):  # compile no probe per instruction set
             out, _ = flex.attend_sequence(q, k, v, expiry, 0.4, permute=permute)
         close(out, expected, 1e-5)
 
@@ -306,3 +305,20 @@ def test_flex_never_runs_uncompiled() -> None:
     birth, expiry = flex.lifetimes(torch.full((1, 1, 128), NEVER))
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="would run dense"):
         blocks._compiled(q, q, q, flex.lifetime_mask(birth, expiry, 1), 1.0, None)
+
+
+def test_too_many_graphs_are_an_error() -> None:
+    torch._dynamo.reset()
+
+    def run(S: int) -> None:
+        q = torch.zeros(1, 1, S, 16)
+        birth, expiry = flex.lifetimes(torch.full(q.shape[:3], NEVER))
+        eager_flex(q, q, q, flex.lifetime_mask(birth, expiry, 1), 1.0)
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        run(128)
+        run(256)
+        run(128)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            run(384)
+    torch._dynamo.reset()

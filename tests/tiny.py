@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from kvpop.attach import attention_modules
+from kvpop.attachment import attention_modules
 from kvpop.documents import Documents
 from kvpop.ops.sparse_attention.api import keep_mask
 from kvpop.policies import LayerView, SequencePass
@@ -18,7 +18,9 @@ SIZES = dict(
 )  # fmt: skip
 
 
-def tiny_model(family: str = "llama", *, kv_heads: int = 2, groups: int = 2, seed: int = 0, dtype=torch.float64) -> PreTrainedModel:
+def tiny_model(
+    family: str = "llama", *, kv_heads: int = 2, groups: int = 2, seed: int = 0, dtype=torch.float64
+) -> PreTrainedModel:
     """Two layers, random weights large enough that attention is far from uniform."""
     torch.manual_seed(seed)
     kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}

@@ -1,7 +1,34 @@
 """KVpop: long generations of existing language models in a fixed amount of memory."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvpop.budget import Budget
+
+if TYPE_CHECKING:
+    from kvpop.adapter import load, load_policy
+    from kvpop.attachment import attach, detach
+    from kvpop.cache import BoundedCache
+    from kvpop.policies import Dense, KVpop, Oracle, Random, Streaming, Tova
 
 __version__ = "0.1.0"
 
-__all__ = ["Budget", "__version__"]
+_LAZY = {
+    "load": "kvpop.adapter",
+    "load_policy": "kvpop.adapter",
+    "attach": "kvpop.attachment",
+    "detach": "kvpop.attachment",
+    "BoundedCache": "kvpop.cache",
+    **{name: "kvpop.policies" for name in ("Dense", "KVpop", "Oracle", "Random", "Streaming", "Tova")},
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'kvpop' has no attribute {name!r}")
+
+
+__all__ = ["Budget", "__version__", *_LAZY]

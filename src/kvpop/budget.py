@@ -5,6 +5,7 @@ B_kv = sinks + window + long slots per KV head (Eq. 1). Nothing in this module k
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -54,13 +55,15 @@ class Budget:
         """A budget that holds ``ratio`` (0 < ratio <= 1) of a dense cache of ``context`` tokens."""
         if not 0.0 < ratio <= 1.0:
             raise ValueError(f"ratio must be in (0, 1], got {ratio}")
-        return cls.of_slots(int(ratio * context), sinks=sinks, window=window)
+        return cls.of_slots(math.floor(ratio * context + 1e-9), sinks=sinks, window=window)
 
     def charged(self, state_bytes: int, entry_bytes: int) -> Budget:
         """This budget with ``long`` lowered by what ``state_bytes`` of scorer state per KV head cost, in whole entries.
 
         Used to compare stateful with stateless scorers at equal memory. Raises ValueError if the state does not fit.
         """
+        if state_bytes < 0 or entry_bytes < 1:
+            raise ValueError(f"bytes must be state >= 0 and entry >= 1, got {state_bytes} and {entry_bytes}")
         entries = -(-state_bytes // entry_bytes)
         if entries > self.long:
             raise ValueError(

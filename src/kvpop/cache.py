@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvpop.policies import LayerPolicy
+from kvpop.policies.base import HANDOVER
 from kvpop.slots import Slots
 
 
@@ -25,20 +29,36 @@ class BoundedLayer(CacheLayerMixin):
         super().__init__()
         self.policy = policy
         self.slots: Slots | None = None
-        self.tokens = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundedLayer:
+        """A copy with its own store, for the same model: the policy and its scorer are shared."""
+        memo.update({id(module): module for module in self.policy.modules()})
+        twin = type(self)(self.policy)
+        twin.slots, twin.is_initialized = copy.deepcopy(self.slots, memo), self.is_initialized
+        return twin
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.slots is None else self.slots.tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.slots = self.policy.new_slots(key_states, value_states)
+        with torch.inference_mode(False):  # so that a cache filled in inference mode can go on outside of it
+            self.slots = self.policy.new_slots(key_states, value_states)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.policy.attached:
+            raise ValueError(
+                "this cache belongs to a policy that is no longer attached: make a new BoundedCache(model)"
+            )
         if self.slots is None:
             self.lazy_initialization(key_states, value_states)
         assert self.slots is not None
         if len(self.slots.seen) != len(key_states):
             raise ValueError(f"the cache holds {len(self.slots.seen)} rows, but the input has {len(key_states)}")
-        self.tokens += key_states.shape[-2]
-        self.policy.pending = self.slots
+        HANDOVER.give(self.policy, self.slots)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -51,7 +71,7 @@ class BoundedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.slots, self.tokens, self.is_initialized = None, 0, False
+        self.slots, self.is_initialized = None, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.slots is not None:
@@ -96,7 +116,7 @@ class BoundedCache(Cache):
     @property
     def stores(self) -> list[Slots]:
         """The stores of the layers that have been used."""
-        return [layer.slots for layer in self.layers if layer.slots is not None]
+        return [layer.slots for layer in self.layers if isinstance(layer, BoundedLayer) and layer.slots is not None]
 
     def held_positions(self) -> list[list[list[list[int]]]]:
         """Sorted positions held, as [layer][row][KV head]: positions count a row's real tokens from 0."""

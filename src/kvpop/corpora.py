@@ -1,8 +1,9 @@
 """Long mathematical text with real reuse: many attempted solutions of the same competition problem in one document.
 
-The text comes from the package ``champ-dataset`` (CHAMP, MIT licence): 270 problems, each attempted 72 times by language
-models. One document is a problem statement followed by its attempts, so a reader of the later ones profits from the earlier
-ones thousands of tokens before. Attempts that mostly repeat kept ones are left out: copying is not what is to be measured.
+The text comes from the package ``champ-dataset`` (CHAMP, MIT licence): 270 problems, each attempted 72 times by
+language models. One document is a problem statement followed by its attempts, so a reader of the later ones profits
+from the earlier ones thousands of tokens before. Attempts that mostly repeat kept ones are left out: copying is not
+what is to be measured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class ChampDocuments(Mapping[str, str]):
-    """Problem id -> document. A document is put together when it is first asked for: about 40 ms each, 10 s for all 270."""
+    """Problem id -> document. A document is put together when it is first asked for: about 40 ms each, 10 s for all
+    270."""
 
     def __init__(self, seed: int = 0) -> None:
         self._problems = _load_problems()
@@ -45,7 +47,8 @@ class ChampDocuments(Mapping[str, str]):
 
 
 def champ_documents(seed: int = 0) -> ChampDocuments:
-    """All documents by problem id, built lazily; ``seed`` orders the attempts (and so decides which near-duplicates stay).
+    """All documents by problem id, built lazily; ``seed`` orders the attempts (and so decides which near-duplicates
+    stay).
 
     Raises ImportError, with what to install, if ``champ-dataset`` is missing.
     """
@@ -55,8 +58,8 @@ def champ_documents(seed: int = 0) -> ChampDocuments:
 def champ_split(seed: int = 0, held_out: float = 0.15) -> tuple[list[str], list[str]]:
     """(train ids, test ids): a split by problem, so that no attempt at a held-out problem is ever trained on.
 
-    Problems are ranked by a hash of the seed and their id, the same on every machine; the first ``held_out`` share is the
-    test set. Raises ValueError unless 0 < held_out < 1.
+    Problems are ranked by a hash of the seed and their id, the same on every machine; the first ``held_out`` share is
+    the test set. Raises ValueError unless 0 < held_out < 1.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must lie in (0, 1), got {held_out}")
@@ -68,8 +71,8 @@ def champ_split(seed: int = 0, held_out: float = 0.15) -> tuple[list[str], list[
 def champ_texts(split: Split, max_chars: int | None = None, seed: int = 0, held_out: float = 0.15) -> Iterator[str]:
     """Documents of one split, one problem each, in the order of ``champ_split``; only what is consumed is built.
 
-    Stops once ``max_chars`` characters were given in total; the last document is cut to fit. Raises ValueError for another
-    split than "train" and "test" or max_chars < 1.
+    Stops once ``max_chars`` characters were given in total; the last document is cut to fit. Raises ValueError for
+    another split than "train" and "test" or max_chars < 1.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
@@ -93,8 +96,8 @@ def _texts(problem_ids: list[str], documents: Mapping[str, str], max_chars: int 
 def without_near_duplicates(texts: list[str]) -> list[str]:
     """The texts, in order, of which at least half the shingles (runs of 8 words or signs) are new.
 
-    New means: in none of the texts kept so far and not earlier in the same text, so that text caught in a loop goes too. Case
-    and white space do not count, digits do. The shingles of a text that is left out do not count as seen.
+    New means: in none of the texts kept so far and not earlier in the same text, so that text caught in a loop goes
+    too. Case and white space do not count, digits do. The shingles of a text that is left out do not count as seen.
     """
     seen: set[int] = set()
     kept = []
@@ -117,8 +120,8 @@ def _document(problem_id: str, problem: dict[str, Any], seed: int) -> str:
 
 
 def _attempts(problem: dict[str, Any]) -> list[str]:
-    """The solutions a model wrote. A conversation ends with: attempt, a request for a summary, the summary; what precedes
-    (worked examples, explanations of concepts) is shared between problems and would leak over the split."""
+    """The solutions a model wrote. A conversation ends with: attempt, a request for a summary, the summary; what
+    precedes (worked examples, explanations of concepts) is shared between problems and would leak over the split."""
     attempts = []
     for conversation in problem["conversations"].values():
         attempt = conversation["messages"][-3]

@@ -1,8 +1,10 @@
-"""From text to batches: read texts, tokenize, cut, pack into sequences of one length, and serve batches by step number."""
+"""From text to batches: read texts, tokenize, cut, pack into sequences of one length, and serve batches by step
+number."""
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,14 +38,15 @@ def texts_from(source: str, tokenizer: Any = None) -> Iterator[str]:
     ``source`` is one of
 
     - a ``.txt`` or ``.md`` file: one document;
-    - a ``.jsonl`` file: one document a line, from its field "text", or from "messages" by the tokenizer's chat template;
+    - a ``.jsonl`` file: one document a line, from its field "text", or from "messages" by the tokenizer's chat
+      template;
     - a directory: all such files below it, by name;
     - ``"champ"`` (or ``"champ:test"``): long mathematical text, see ``kvpop.corpora``; the training split by default;
-    - anything else: a dataset of the Hugging Face hub, ``"name"`` or ``"name:split:field"`` (default ``train`` and ``text``),
-      which needs the extra ``kvpop[data]``.
+    - anything else: a dataset of the Hugging Face hub, ``"name"`` or ``"name:split:field"`` (default ``train`` and
+      ``text``), which needs the extra ``kvpop[data]``.
 
-    Raises FileNotFoundError for a path that does not exist or a directory without texts, ValueError for an empty file, a line
-    without text or a conversation without a tokenizer, ImportError if a package is missing.
+    Raises FileNotFoundError for a path that does not exist or a directory without texts, ValueError for an empty file,
+    a line without text or a conversation without a tokenizer, ImportError if a package is missing.
     """
     path = Path(source)
     if path.is_dir():
@@ -140,8 +143,8 @@ def chunks(documents: Iterable[NDArray[np.uint32]], length: int) -> Iterator[NDA
 class PackedSequence:
     """Several documents in one sequence of S tokens.
 
-    ``tokens`` int64 [S]; ``document_ids`` int64 [S]: 0, 1, ... in order, -1 on padding, which comes last; ``position_ids``
-    int64 [S]: restarting at 0 with each document, 0 on padding.
+    ``tokens`` int64 [S]; ``document_ids`` int64 [S]: 0, 1, ... in order, -1 on padding, which comes last;
+    ``position_ids`` int64 [S]: restarting at 0 with each document, 0 on padding.
     """
 
     tokens: NDArray[np.int64]
@@ -202,12 +205,13 @@ def pack(pieces: Iterable[NDArray[Any]], length: int, pad_token: int = 0) -> Ite
 class SequenceStream:
     """Endless batches of packed sequences, where ``batch(step)`` depends on nothing but the seed and the step.
 
-    Each epoch goes through all sequences once, in an order of its own. There is no state: training that resumes at a step
-    sees the batches it would have seen.
+    Each epoch goes through all sequences once, in an order of its own. There is no state: training that resumes at a
+    step sees the batches it would have seen.
     """
 
     def __init__(self, sequences: Sequence[PackedSequence], batch_size: int, seed: int = 0) -> None:
-        """Raises ValueError without sequences, with sequences of different lengths, or if batch_size < 1 or seed < 0."""
+        """Raises ValueError without sequences, with sequences of different lengths, or if batch_size < 1 or seed <
+        0."""
         if not sequences:
             raise ValueError("a stream needs at least 1 sequence, got 0")
         lengths = sorted({len(sequence.tokens) for sequence in sequences})
@@ -231,6 +235,18 @@ class SequenceStream:
     def length(self) -> int:
         """Tokens of each sequence (S)."""
         return self._columns["input_ids"].shape[1]
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document in any sequence."""
+        return int(self._columns["position_ids"].max()) + 1
+
+    def fingerprint(self) -> str:
+        """A digest of everything ``batch`` depends on: two streams with the same one give the same batches."""
+        digest = hashlib.sha256(f"{self.batch_size} {self.seed} {len(self)} {self.length}".encode())
+        for name in sorted(self._columns):
+            digest.update(self._columns[name].tobytes())
+        return digest.hexdigest()[:16]
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """int64 tensors [B, S] "input_ids", "document_ids" (-1 on padding) and "position_ids" of one step (from 0).

@@ -114,6 +114,10 @@ class Documents:
         """[N, H, L, ...] back to [B, H, S, ...]; padding gets ``fill``. Differentiable."""
         if self.is_trivial:
             return x_NHLX
+        if not len(self):
+            return x_NHLX.new_full(
+                (self.ids_BS.shape[0], x_NHLX.shape[1], self.ids_BS.shape[1], *x_NHLX.shape[3:]), fill
+            )
         x_BSHX = x_NHLX.transpose(1, 2)[self.row_BS.clamp(min=0), self.position_BS]
         valid = self.valid_BS.view(*self.valid_BS.shape, *[1] * (x_BSHX.ndim - 2))
         return torch.where(valid, x_BSHX, fill).transpose(1, 2)

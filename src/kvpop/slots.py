@@ -52,12 +52,15 @@ class Slots(ABC):
     values: Tensor
     position: Tensor
     seen: Tensor
+    tokens: int = 0
+    """Tokens taken in by every row, padding included: what transformers calls the length of a cache."""
 
     def attend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, valid_Bn: Tensor | None, scale: float) -> Tensor:
         """Take in n tokens a row and return what their queries attend to, [B, R, n, D_v].
 
         ``valid_Bn`` is False on padding, anywhere in the row: padding is never stored, never counted, and gets zeros.
         """
+        self.tokens += q_BRnD.shape[2]
         if valid_Bn is not None and bool(valid_Bn.all()):
             valid_Bn = None
         if valid_Bn is None and q_BRnD.shape[2] == 1:
@@ -65,7 +68,9 @@ class Slots(ABC):
         order = None
         if valid_Bn is not None:  # real tokens first, in order; padding behind them
             order = (~valid_Bn).long().argsort(dim=-1, stable=True)
-            q_BRnD, k_BHnD, v_BHnD = (take(x, order[:, None].expand(-1, x.shape[1], -1)) for x in (q_BRnD, k_BHnD, v_BHnD))
+            q_BRnD, k_BHnD, v_BHnD = (
+                take(x, order[:, None].expand(-1, x.shape[1], -1)) for x in (q_BRnD, k_BHnD, v_BHnD)
+            )
             valid_Bn = valid_Bn.gather(1, order)
         pieces = []
         for start in range(0, q_BRnD.shape[2], self.chunk):
@@ -102,7 +107,8 @@ class Slots(ABC):
 
     def select(self, rows: Tensor) -> None:
         """Keep, reorder or repeat rows: every tensor moves together."""
-        self.replace([x.index_select(0, rows.to(x.device)) for x in self.tensors()])
+        with torch.inference_mode(False), torch.no_grad():
+            self.replace([x.index_select(0, rows.to(x.device)) for x in self.tensors()])
 
     def nbytes(self) -> int:
         """Bytes of everything the store keeps."""
@@ -161,7 +167,7 @@ class RankedSlots(Slots):
     def step(self, q_BR1D: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, scale: float) -> Tensor:
         """Append, update the scorer, score t = q - w, evict, attend (the order of the method)."""
         s, w, M = self.budget.sinks, self.budget.window, self.budget.slots
-        now_B11 = self.seen[:, None, None]
+        now_B11 = self.seen[:, None, None].clone()  # ``seen`` is counted up below
         x_new = torch.cat([k_BH1D, v_BH1D], dim=-1)
         if self.scorer.delayed:
             is_due = self.position == now_B11 - w
@@ -188,13 +194,15 @@ class RankedSlots(Slots):
 
     def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:
         """Each new query sees its own retained set: held and new tokens form one sequence of arrivals."""
-        s, w, M = self.budget.sinks, self.budget.window, self.budget.slots
+        w, M = self.budget.window, self.budget.slots
         B, H, n, _ = k_BHnD.shape
         offset_n = torch.arange(n, device=k_BHnD.device)
         valid_Bn = offset_n < count_B[:, None]
         now_Bn = torch.where(valid_Bn, self.seen[:, None] + offset_n, FAR)
         # Candidates by position: held tokens, then new ones, then empty slots and padding.
-        position_BHT = torch.cat([self.position.long().where(self.position >= 0, FAR), now_Bn[:, None].expand(B, H, n)], 2)
+        position_BHT = torch.cat(
+            [self.position.long().where(self.position >= 0, FAR), now_Bn[:, None].expand(B, H, n)], 2
+        )
         order_BHT = position_BHT.argsort(dim=-1, stable=True)
         position_BHT = take(position_BHT, order_BHT)
         k_BHTD = take(torch.cat([self.keys, k_BHnD], 2), order_BHT)
@@ -276,14 +284,16 @@ class AttendedSlots(Slots):
         q_BRD = q_BRnD.gather(2, last_B[..., None].expand(B, q_BRnD.shape[1], 1, D))[:, :, 0]
         lse_BR = lse_BRn.gather(2, last_B.expand(B, q_BRnD.shape[1], 1))
         logits = (keys.to(lse_BR.dtype) @ q_BRD.to(lse_BR.dtype).view(B, H, -1, D).transpose(-1, -2)) * scale
-        weight_BT = (logits - lse_BR.view(B, H, 1, -1)).exp().mean((1, 3)).masked_fill(position[:, 0] >= FAR, -torch.inf)
+        weight_BT = (
+            (logits - lse_BR.view(B, H, 1, -1)).exp().mean((1, 3)).masked_fill(position[:, 0] >= FAR, -torch.inf)
+        )
         # Best B by (weight, position), then by position; a row without new tokens keeps what it holds.
-        by_position = position[:, 0].argsort(-1, stable=True)
+        by_position = position[:, 0].argsort(dim=-1, stable=True)
         rank_BT = torch.empty_like(by_position).scatter_(-1, by_position, ranks(weight_BT.gather(-1, by_position)))
         held = (position[:, 0] < FAR).sum(-1, keepdim=True)
         stays = rank_BT >= position.shape[-1] - held.clamp(max=self.slots)
         stays = torch.where(count_B[:, None] > 0, stays, position[:, 0] < FAR)
-        chosen = position[:, 0].masked_fill(~stays, FAR).argsort(-1, stable=True)[:, : self.slots]
+        chosen = position[:, 0].masked_fill(~stays, FAR).argsort(dim=-1, stable=True)[:, : self.slots]
         index = chosen[:, None].expand(B, H, -1)
         self.keys.copy_(take(keys, index))
         self.values.copy_(take(values, index))

@@ -37,6 +37,8 @@ class BoundaryLoss:
     def __post_init__(self) -> None:
         if self.samples < 0:
             raise ValueError(f"samples must be at least 0, got {self.samples}")
+        if self.min_future < 1:
+            raise ValueError(f"min_future must be at least 1 query, got {self.min_future}")
         if not 0 <= self.late <= 1 or not 0 <= self.margin_floor <= 1:
             raise ValueError(f"late and margin_floor must be in [0, 1], got {self.late} and {self.margin_floor}")
         if not self.temperature > 0 or not self.margin_scale > 0:
@@ -68,43 +70,70 @@ def sample_arrivals(
     first = budget.long
     count_N = (length_N - budget.sinks - budget.window - config.min_future + 1 - first).clamp(min=0)
     if config.samples == 0:
-        offset_NP = torch.arange(max(0, longest - budget.sinks - first), device=length_N.device).expand(len(length_N), -1)
+        offset_NP = torch.arange(max(0, longest - budget.sinks - first), device=length_N.device).expand(
+            len(length_N), -1
+        )
         return offset_NP + first, offset_NP < count_N[:, None]
     device = generator.device if generator is not None else length_N.device
     uniform_NP = torch.rand(len(length_N), config.samples, generator=generator, device=device).to(length_N.device)
     late = torch.arange(config.samples, device=length_N.device) < round(config.late * config.samples)
     draw_NP = torch.where(late, uniform_NP.sqrt(), uniform_NP)
     offset_NP = (draw_NP * count_N[:, None]).long().minimum((count_N[:, None] - 1).clamp(min=0))
-    return (offset_NP + first).clamp(max=max(0, longest - budget.sinks - 1)), (count_N[:, None] > 0).expand_as(offset_NP)
+    return (offset_NP + first).clamp(max=max(0, longest - budget.sinks - 1)), (count_N[:, None] > 0).expand_as(
+        offset_NP
+    )
+
+
+@dataclass(frozen=True)
+class TeacherTable:
+    """The teacher's decision at every arrival: boundary arrival, label +-1, margin in nats; decided only from j >= k on."""
+
+    boundary_NHA: Tensor
+    label_NHA: Tensor
+    margin_NHA: Tensor
+    sinks: int
+    long: int
 
 
 @torch.no_grad()
-def teacher_decisions(
-    target_priority_NHL: Tensor, arrival_NP: Tensor, valid_NP: Tensor, budget: Budget
-) -> Decisions:
-    """What the teacher does with each sampled new token, ranking tokens by the target's static priorities (Eq. 6).
+def teacher_table(target_priority_NHL: Tensor, budget: Budget) -> TeacherTable:
+    """Rank tokens by the target's static priorities and follow the running cutoff, once for all arrivals (Eq. 6).
 
-    y = +1 iff the new token is among the teacher's k best of E(q); the boundary token is the k-th best. A new token that
-    is itself the boundary carries no information and is not counted.
+    y = +1 iff the new token is among the teacher's k best of E(q); the boundary token is the k-th best.
     """
     ranked_NHA = target_priority_NHL[..., budget.sinks :]
-    N, H, A = ranked_NHA.shape
-    P = arrival_NP.shape[1]
-    if A <= budget.long or budget.long == 0 or P == 0:
-        empty = torch.zeros(N, H, P, device=ranked_NHA.device)
-        return Decisions(torch.zeros_like(arrival_NP), empty.long(), empty, empty, empty.bool())
+    if ranked_NHA.shape[-1] <= budget.long or budget.long == 0:
+        ranked_NHA = ranked_NHA[..., :0]  # never full, or nothing to keep: there is no boundary
+        return TeacherTable(ranked_NHA.long(), ranked_NHA, ranked_NHA, budget.sinks, budget.long)
     rank_NHA = ranks(ranked_NHA)
     cutoff_NHA = running_cutoff(rank_NHA, budget.long)
-    token_of_rank_NHA = rank_NHA.argsort(dim=-1)
-    arrival_NHP = arrival_NP[:, None].expand(N, H, P)
-    cutoff_NHP = cutoff_NHA.gather(-1, arrival_NHP)
-    boundary_NHP = token_of_rank_NHA.gather(-1, cutoff_NHP.clamp(min=0))
-    label_NHP = torch.where(rank_NHA.gather(-1, arrival_NHP) >= cutoff_NHP, 1.0, -1.0)
-    margin_NHP = label_NHP * (ranked_NHA.gather(-1, arrival_NHP) - ranked_NHA.gather(-1, boundary_NHP))
-    valid_NHP = valid_NP[:, None] & (boundary_NHP != arrival_NHP)
+    boundary_NHA = rank_NHA.argsort(dim=-1).gather(-1, cutoff_NHA.clamp(min=0))
+    label_NHA = torch.where(rank_NHA >= cutoff_NHA, 1.0, -1.0)
+    margin_NHA = label_NHA * (ranked_NHA - ranked_NHA.gather(-1, boundary_NHA))
+    return TeacherTable(boundary_NHA, label_NHA, margin_NHA.to(label_NHA.dtype), budget.sinks, budget.long)
+
+
+@torch.no_grad()
+def decide(table: TeacherTable, arrival_NP: Tensor, valid_NP: Tensor) -> Decisions:
+    """Read the table at sampled arrivals. A new token that is itself the boundary carries no information: not counted."""
+    N, H, A = table.boundary_NHA.shape
+    arrival_NHP = arrival_NP[:, None].expand(N, H, -1)
+    if A == 0 or arrival_NP.shape[1] == 0:
+        nothing = torch.zeros(arrival_NHP.shape, device=arrival_NP.device)
+        return Decisions(torch.zeros_like(arrival_NP), nothing.long(), nothing, nothing, nothing.bool())
+    boundary_NHP = table.boundary_NHA.gather(-1, arrival_NHP)
     return Decisions(
-        arrival_NP + budget.sinks, boundary_NHP + budget.sinks, label_NHP, margin_NHP.to(label_NHP.dtype), valid_NHP
+        new_NP=arrival_NP + table.sinks,
+        boundary_NHP=boundary_NHP + table.sinks,
+        label_NHP=table.label_NHA.gather(-1, arrival_NHP),
+        margin_NHP=table.margin_NHA.gather(-1, arrival_NHP),
+        valid_NHP=valid_NP[:, None] & (boundary_NHP != arrival_NHP),
     )
+
+
+def teacher_decisions(target_priority_NHL: Tensor, arrival_NP: Tensor, valid_NP: Tensor, budget: Budget) -> Decisions:
+    """``decide`` on a fresh ``teacher_table``."""
+    return decide(teacher_table(target_priority_NHL, budget), arrival_NP, valid_NP)
 
 
 @torch.no_grad()

@@ -24,7 +24,9 @@ NEVER = torch.iinfo(torch.int32).max
 
 def ranks(priority_XA: Tensor) -> Tensor:
     """0 (worst) to A - 1 (best) by (priority, arrival): of equals the newer is better. NaN counts as -inf."""
-    priority_XA = torch.nan_to_num(priority_XA, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0  # -0.0 to 0.0
+    priority_XA = (
+        torch.nan_to_num(priority_XA, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
+    )  # -0.0 to 0.0
     order_XA = priority_XA.argsort(dim=-1, stable=True)
     index_XA = torch.arange(priority_XA.shape[-1], device=priority_XA.device).expand_as(order_XA)
     return torch.empty_like(order_XA).scatter_(-1, order_XA, index_XA)
@@ -37,6 +39,8 @@ def running_cutoff(rank_XA: Tensor, k: int, impl: Impl = "parallel") -> Tensor:
     dimension. ``impl``: "parallel" is a wavelet matrix, ceil(log2 A) rounds of cumsum and gather for all rows at once;
     "heap" is one heap per row on the CPU, O(A log k) (0.3 us a token); "brute" sorts every prefix, for tests.
     """
+    if impl not in ("parallel", "heap", "brute"):
+        raise ValueError(f"unknown impl {impl!r}: choose 'parallel', 'heap' or 'brute'")
     if k < 0:
         raise ValueError(f"k must be at least 0 tokens, got {k}")
     A = rank_XA.shape[-1]
@@ -51,10 +55,10 @@ def running_cutoff(rank_XA: Tensor, k: int, impl: Impl = "parallel") -> Tensor:
         cutoff_XA = _wavelet(rank_XA, k)
     elif impl == "heap":
         cutoff_XA = _heap(rank_XA, k)
-    elif impl == "brute":
-        cutoff_XA = torch.stack([rank_XA[..., : max(j + 1, k)].topk(k, dim=-1).values[..., -1] for j in range(A)], dim=-1)
     else:
-        raise ValueError(f"unknown impl {impl!r}: choose 'parallel', 'heap' or 'brute'")
+        cutoff_XA = torch.stack(
+            [rank_XA[..., : max(j + 1, k)].topk(k, dim=-1).values[..., -1] for j in range(A)], dim=-1
+        )
     cutoff_XA[..., : k - 1] = -1
     return cutoff_XA
 
@@ -94,7 +98,7 @@ def _heap(rank_XA: Tensor, k: int) -> Tensor:
             heapq.heappushpop(best, rank)
             cutoffs.append(best[0])
         rows.append(cutoffs)
-    return torch.tensor(rows, device=rank_XA.device).view(rank_XA.shape)
+    return torch.tensor(rows, dtype=rank_XA.dtype, device=rank_XA.device).view(rank_XA.shape)
 
 
 def departures(rank_XA: Tensor, cutoff_XA: Tensor) -> Tensor:

@@ -38,6 +38,8 @@ class Target:
             raise ValueError(f"target aggregate must be 'max' or 'mean', got {self.aggregate!r}")
         if self.lse not in ("sparse", "dense"):
             raise ValueError(f"target lse must be 'sparse' or 'dense', got {self.lse!r}")
+        if self.lookahead is not None and self.lookahead < 0:
+            raise ValueError(f"target lookahead must be at least 0 tokens, got {self.lookahead}")
         if not self.power > 0:
             raise ValueError(f"target power must be positive, got {self.power}")
         if not self.epsilon > 0:

@@ -6,9 +6,10 @@ makes the bounded store that keeps the same set. Everything else only reads the 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,22 @@ class LayerView:
     score_NHL: Tensor | None = None
 
 
+class Handover(threading.local):
+    """From a cache's ``update`` to the attention function of the same layer call: which store the call belongs to."""
+
+    given: tuple[LayerPolicy, Slots] | None = None
+
+    def give(self, policy: LayerPolicy, slots: Slots) -> None:
+        self.given = (policy, slots)
+
+    def take(self) -> tuple[LayerPolicy, Slots] | None:
+        """What was given since the last call, once."""
+        given, self.given = self.given, None
+        return given
+
+
+HANDOVER = Handover()
+
 Observer = Callable[[LayerView], None]
 
 
@@ -65,14 +82,13 @@ class SequencePass:
     documents: Documents
     observe: Observer | None = None
     impl: Impl = "reference"
-    extra: dict[str, object] = field(default_factory=dict)
 
 
 class LayerPolicy(nn.Module, ABC):
     """The retention of one attention layer; attached as its child module ``kvpop``."""
 
-    pending: Slots | None = None
-    """The store that the cache's ``update`` of this very call belongs to; taken by the attention function."""
+    attached = False
+    """Whether this is the policy its attention module uses: a cache of a policy that was taken off is refused."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -87,7 +103,14 @@ class LayerPolicy(nn.Module, ABC):
         """An empty store for the rows of k and v [B, H, n, D]."""
 
     def attend_expiry(
-        self, q: Tensor, k: Tensor, v: Tensor, expiry_BHS: Tensor, scale: float, seq: SequencePass, score: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        expiry_BHS: Tensor,
+        scale: float,
+        seq: SequencePass,
+        score: Tensor | None = None,
     ) -> Tensor:
         """Attend under an expiry that is cut at document ends, and tell the observer."""
         expiry_BHS = expiry_BHS.minimum(seq.documents.end_BS[:, None].int())
@@ -100,7 +123,9 @@ class LayerPolicy(nn.Module, ABC):
 class RankedLayer(LayerPolicy):
     """Sinks, window, and the k best of the rest under a scorer and a decay: KVpop, and whatever else scores tokens."""
 
-    def __init__(self, shape: LayerShape, budget: Budget, scorer: Scorer, decay: nn.Module, decay_step: int = 1) -> None:
+    def __init__(
+        self, shape: LayerShape, budget: Budget, scorer: Scorer, decay: nn.Module, decay_step: int = 1
+    ) -> None:
         super().__init__(shape)
         self.budget, self.decay_step = budget, decay_step
         self.scorer, self.decay = scorer, decay

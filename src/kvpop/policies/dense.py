@@ -16,7 +16,9 @@ from kvpop.slots import GrowingSlots, Slots
 class DenseLayer(LayerPolicy):
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
         if seq.documents.is_trivial and seq.observe is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
         never = torch.full(k.shape[:3], NEVER, dtype=torch.int32, device=k.device)
         return self.attend_expiry(q, k, v, never, scale, seq)
 

@@ -5,7 +5,7 @@ It needs the whole sequence, so it has no bounded store.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Oracle(Policy):
     """``target`` says which future mass counts (dense normalisers always); ``decay`` is log gamma, nats a token."""
 
     budget: Budget
-    target: Target = Target(lse="dense")
+    target: Target = field(default_factory=lambda: Target(lse="dense"))
     decay: float = -1e-3
 
     @property

@@ -20,7 +20,7 @@ class RandomScorer(Scorer):
         super().__init__(heads, head_dim, delayed=False)
         self.seed = seed
 
-    def init_state(self, rows: int, device: torch.device | str) -> tuple[Tensor, ...]:
+    def init_state(self, rows: int, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
         return (torch.zeros(rows, self.heads, dtype=torch.long, device=device),)
 
     def _advance(

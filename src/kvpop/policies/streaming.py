@@ -14,7 +14,7 @@ from kvpop.core.priority import FixedDecay
 from kvpop.ops.sparse_attention.api import sparse_attention
 from kvpop.policies.base import LayerShape, Policy, RankedLayer, Rotary, SequencePass, sequence_expiry
 from kvpop.scorers import ConstantScorer
-from kvpop.slots import RankedSlots, Slots
+from kvpop.slots import FAR, RankedSlots, Slots
 
 # Shapes: B rows, R query heads, H KV heads, Q queries, T keys, D head dim.
 
@@ -46,13 +46,11 @@ def cache_relative_attention(
     distance is that to index min(q, slots - 1). So sinks are attended with a query turned back by q - min(q, slots - 1),
     and the two parts are merged through their log-normalisers.
     """
-    delta_BQ = (q_pos_BQ - (budget.slots - 1)).clamp(min=0)
+    delta_BQ = (q_pos_BQ - (budget.slots - 1)).clamp(min=0).where(q_pos_BQ < FAR, 0)
     is_sink = k_pos_BHT < budget.sinks
     attend = partial(sparse_attention, scale=scale, q_pos_BQ=q_pos_BQ, k_pos_BHT=k_pos_BHT)
     near, near_lse = attend(q_BRQD, k_BHTD, v_BHTD, expiry_BHT.masked_fill(is_sink, 0))
-    far, far_lse = attend(
-        rotate_back(q_BRQD, delta_BQ, rotary), k_BHTD, v_BHTD, expiry_BHT.masked_fill(~is_sink, 0)
-    )
+    far, far_lse = attend(rotate_back(q_BRQD, delta_BQ, rotary), k_BHTD, v_BHTD, expiry_BHT.masked_fill(~is_sink, 0))
     lse = torch.logaddexp(near_lse, far_lse)
     total = lse.masked_fill(lse == -torch.inf, 0.0)
     out = near * (near_lse - total).exp()[..., None] + far * (far_lse - total).exp()[..., None]
@@ -65,7 +63,9 @@ class StreamingLayer(RankedLayer):
         self.attention = None
         if relative:
             if shape.rotary is None:
-                raise ValueError(f"layer {shape.layer} has no rotary embedding: cache-relative positions cannot be formed")
+                raise ValueError(
+                    f"layer {shape.layer} has no rotary embedding of fixed frequencies: cache-relative positions cannot be formed"
+                )
             self.attention = partial(cache_relative_attention, budget=budget, rotary=shape.rotary)
 
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:

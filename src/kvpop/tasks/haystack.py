@@ -1,7 +1,7 @@
 """Haystacks, and documents of an exact length with facts hidden in them.
 
-Every piece of text is tokenized on its own and the ids are concatenated, never tokenized again. So the length is exact and the
-span of an answer is known, whatever the tokenizer merges.
+Every piece of text is tokenized on its own and the ids are concatenated, never tokenized again. So the length is exact
+and the span of an answer is known, whatever the tokenizer merges.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FILLER = (
 class RetrievalPrompt:
     """A text with facts in it, questions about them, and the right answers, to be scored teacher-forced in one pass.
 
-    ``tokens``: all token ids. ``answers``: for each question the (start, end) span of its answer in ``tokens``, without leading
-    white space. ``answer_texts``: the same as text. ``depths``: for each question where its fact stands, from 0 (start of the
-    haystack) to 1 (end). ``task``: name of the task.
+    ``tokens``: all token ids. ``answers``: for each question the (start, end) span of its answer in ``tokens``, without
+    leading white space. ``answer_texts``: the same as text. ``depths``: for each question where its fact stands, from 0
+    (start of the haystack) to 1 (end). ``task``: name of the task.
     """
 
     tokens: list[int]
@@ -59,7 +59,8 @@ class Piece:
         return self
 
     def add_answer(self, tokenizer: Tokenizer, answer: str) -> Piece:
-        """Append " answer". A leading token that is only the space is not part of the span: it holds nothing to retrieve."""
+        """Append " answer". A leading token that is only the space is not part of the span: it holds nothing to
+        retrieve."""
         tokens, space = encode(tokenizer, " " + answer), encode(tokenizer, " ")
         skip = len(space) if tokens[: len(space)] == space and len(tokens) > len(space) else 0
         self.answers.append((len(self.tokens) + skip, len(self.tokens) + len(tokens)))
@@ -109,10 +110,11 @@ def assemble(
     after: Piece,
     rng: np.random.Generator,
 ) -> Piece:
-    """A document of exactly ``length`` tokens: ``before``, a haystack with each piece at its depth in [0, 1], ``after``.
+    """A document of exactly ``length`` tokens: ``before``, a haystack with each piece at its depth in [0, 1],
+    ``after``.
 
-    Answer spans are in order of appearance. Raises ValueError if the pieces leave no room for a haystack or a depth lies
-    outside [0, 1].
+    Answer spans are in order of appearance. Raises ValueError if the pieces leave no room for a haystack or a depth
+    lies outside [0, 1].
     """
     for depth, _ in placed:
         if not 0 <= depth <= 1:

@@ -1,4 +1,4 @@
-"""Retrieval tests in the manner of RULER: a passkey, or several numbers under keys, hidden in long text and asked for at its end."""
+"""Retrieval tests in the manner of RULER: a passkey, or several numbers under keys, hidden in long text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ from kvpop.tasks.haystack import Piece, RetrievalPrompt, assemble, encode, openi
 
 # Shapes: Q positions with logits, V vocabulary, A tokens of an answer.
 
+NEEDLE_FACT = "\n\nThe special magic number for {word} is: {number}.\n\n"
+NEEDLE_QUESTION = "\n\nWhat is the special magic number for {word}? The special magic number for {word} is:"
+# fmt: off
 NEEDLE_KEYS = (
-    "apple anchor basket bridge button candle carpet castle cherry circle copper cotton dragon eagle engine feather "
-    "finger forest garden guitar hammer harbor helmet island jacket kettle ladder lemon magnet marble mirror mountain "
-    "needle ocean orange pencil pepper piano planet pocket rabbit ribbon river rocket saddle shadow silver spider "
-    "station temple thunder ticket tiger tunnel turtle valley violin wagon walnut whistle window winter"
-).split()
+    "apple", "anchor", "basket", "bridge", "button", "candle", "carpet", "castle", "cherry", "circle", "copper",
+    "cotton", "dragon", "eagle", "engine", "feather", "finger", "forest", "garden", "guitar", "hammer", "harbor",
+    "helmet", "island", "jacket", "kettle", "ladder", "lemon", "magnet", "marble", "mirror", "mountain", "needle",
+    "ocean", "orange", "pencil", "pepper", "piano", "planet", "pocket", "rabbit", "ribbon", "river", "rocket",
+    "saddle", "shadow", "silver", "spider", "station", "temple", "thunder", "ticket", "tiger", "tunnel", "turtle",
+    "valley", "violin", "wagon", "walnut", "whistle", "window", "winter", "meadow", "lizard",
+)
+# fmt: on
+
+
+PASSKEY_FACT = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
+PASSKEY_QUESTION = "\n\nWhat is the pass key? The pass key is"
 
 
 def passkey_prompt(
@@ -26,15 +36,15 @@ def passkey_prompt(
 ) -> RetrievalPrompt:
     """A five-digit passkey hidden at ``depth`` in [0, 1] of the haystack and asked for at the end of ``length`` tokens.
 
-    ``haystack_tokens``: text to hide it in, at least ``length`` tokens to be safe; None for filler sentences. Raises ValueError
-    if ``length`` has no room for the sentences, the haystack is too short or the depth outside [0, 1].
+    ``haystack_tokens``: text to hide it in, at least ``length`` tokens to be safe; None for filler sentences. Raises
+    ValueError if ``length`` has no room for the sentences, the haystack is too short or the depth outside [0, 1].
     """
     key = str(rng.integers(10_000, 100_000))
     before = Piece(opening(tokenizer)).add(
         encode(tokenizer, "There is a pass key hidden inside the following text. Find it and memorize it.\n\n")
     )
-    fact = Piece(encode(tokenizer, f"\n\n The pass key is {key}. Remember it. {key} is the pass key.\n\n"))
-    after = Piece(encode(tokenizer, "\n\nWhat is the pass key? The pass key is")).add_answer(tokenizer, key)
+    fact = Piece(encode(tokenizer, PASSKEY_FACT.format(key=key)))
+    after = Piece(encode(tokenizer, PASSKEY_QUESTION)).add_answer(tokenizer, key)
     document = assemble(tokenizer, haystack_tokens, length, before, [(depth, fact)], after, rng)
     return RetrievalPrompt(document.tokens, document.answers, [key], [depth], "passkey")
 
@@ -47,11 +57,12 @@ def needle_prompt(
     rng: np.random.Generator,
     asked: int | None = None,
 ) -> RetrievalPrompt:
-    """``keys`` five-digit numbers under different words, at depths spread over the haystack; ``asked`` of them asked for.
+    """``keys`` five-digit numbers under different words, at depths spread over the haystack; ``asked`` of them asked
+    for.
 
-    The questions follow each other at the end in random order, each with its right answer before the next question, so one
-    pass scores them all. ``asked`` None asks for every key. Raises ValueError as ``passkey_prompt`` does, for keys outside
-    1..64, or for asked outside 1..keys.
+    The questions follow each other at the end in random order, each with its right answer before the next question, so
+    one pass scores them all. ``asked`` None asks for every key. Raises ValueError as ``passkey_prompt`` does, for keys
+    outside 1..64, or for asked outside 1..keys.
     """
     if not 1 <= keys <= len(NEEDLE_KEYS):
         raise ValueError(f"keys must be between 1 and {len(NEEDLE_KEYS)}, got {keys}")
@@ -69,13 +80,13 @@ def needle_prompt(
         )
     )
     facts = [
-        (depth, Piece(encode(tokenizer, f"\n\nThe special magic number for {word} is: {number}.\n\n")))
+        (depth, Piece(encode(tokenizer, NEEDLE_FACT.format(word=word, number=number))))
         for depth, word, number in zip(depths, words, numbers)
     ]
     order = [int(i) for i in rng.permutation(keys)[:asked]]
     after = Piece()
     for i in order:
-        question = f"\n\nWhat is the special magic number for {words[i]}? The special magic number for {words[i]} is:"
+        question = NEEDLE_QUESTION.format(word=words[i])
         after.add(encode(tokenizer, question)).add_answer(tokenizer, numbers[i]).add(encode(tokenizer, "."))
     document = assemble(tokenizer, haystack_tokens, length, before, facts, after, rng)
     return RetrievalPrompt(
@@ -86,9 +97,9 @@ def needle_prompt(
 def score_retrieval(logits_QV: Tensor, tokens: Sequence[int], span: tuple[int, int]) -> tuple[bool, float]:
     """Score one answer of a teacher-forced pass: (every token is the most likely one, mean nats per answer token).
 
-    ``logits_QV`` belong to the last Q positions of ``tokens`` (all of them, or a tail that holds the questions); those at
-    position p predict token p + 1. Greedy decoding would give the answer exactly when the first value is True. Raises
-    ValueError if the logits do not reach the position before the span, or the span lies outside the tokens.
+    ``logits_QV`` belong to the last Q positions of ``tokens`` (all of them, or a tail that holds the questions); those
+    at position p predict token p + 1. Greedy decoding would give the answer exactly when the first value is True.
+    Raises ValueError if the logits do not reach the position before the span, or the span lies outside the tokens.
     """
     start, end = span
     first = len(tokens) - len(logits_QV)

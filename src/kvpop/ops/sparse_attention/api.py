@@ -52,9 +52,6 @@ def sparse_attention(
     if impl == "reference":
         from kvpop.ops.sparse_attention.reference import attend
 
-        if q_pos_BQ is None or k_pos_BHT is None:
-            index = torch.arange(T, device=q_BRQD.device)
-            q_pos_BQ, k_pos_BHT = index.expand(B, Q), index.expand(B, H, T)
         return attend(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale, q_pos_BQ, k_pos_BHT)
     if impl == "flex":
         if q_pos_BQ is not None:

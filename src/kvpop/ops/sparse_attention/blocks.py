@@ -76,8 +76,8 @@ def run_flex(
 ) -> tuple[Tensor, Tensor]:
     """Compiled FlexAttention: output in the dtype of v, and the float32 LSE in nats (-inf on rows without a key).
 
-    Query heads may be a multiple of the key heads. Raises ValueError on the CPU, where FlexAttention has neither LSE nor
-    backward, and RuntimeError where it would run uncompiled, that is with a dense S x S score matrix.
+    Query heads may be a multiple of the key heads. Raises ValueError on the CPU, where compiled FlexAttention has
+    neither LSE nor backward, and RuntimeError where it would run uncompiled, that is with a dense S x S score matrix.
     """
     if q.device.type == "cpu":
         raise ValueError(

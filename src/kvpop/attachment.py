@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from kvpop.cache import BoundedCache
 from kvpop.documents import Documents
 from kvpop.policies import LayerPolicy, LayerShape, Policy, SequencePass
-from kvpop.policies.base import Rotary
+from kvpop.policies.base import HANDOVER, Rotary
 
 IMPLEMENTATION = "kvpop"
 CHILD = "kvpop"
@@ -36,7 +36,12 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: the store of a bounded cache if this call has one, else a whole sequence."""
-    policy: LayerPolicy = getattr(module, CHILD)
+    given = HANDOVER.take()
+    policy: LayerPolicy | None = getattr(module, CHILD, None)
+    if policy is None:
+        raise ValueError("this model shares its config with one that has a kvpop policy attached: give it its own copy")
+    if given is not None and given[0] is not policy:
+        raise ValueError("the cache belongs to another model: make a BoundedCache of this one")
     for name in ("softcap", "s_aux", "sliding_window"):
         if kwargs.get(name) is not None:
             raise ValueError(f"layer {policy.shape.layer} uses {name}, which kvpop does not support yet")
@@ -45,11 +50,12 @@ def attention(
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"kvpop takes a 2-D padding mask, got shape {tuple(attention_mask.shape)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    slots, policy.pending = policy.pending, None
-    if slots is not None:
+    if given is not None:
         if kvpop is not None:
-            raise ValueError("packed documents and observers are for cache-free passes: call the model with use_cache=False")
-        out = slots.attend(query, key, value, attention_mask, scale)
+            raise ValueError(
+                "packed documents and observers are for cache-free passes: call the model with use_cache=False"
+            )
+        out = given[1].attend(query, key, value, attention_mask, scale)
     else:
         if key.shape[2] != query.shape[2]:
             raise ValueError(
@@ -57,11 +63,21 @@ def attention(
                 "kvpop.BoundedCache(model)"
             )
         if kvpop is None:
-            whole = attention_mask is None or bool(attention_mask.all())
-            single = Documents.single(query.shape[0], query.shape[2], query.device)
-            kvpop = SequencePass(single if whole or attention_mask is None else Documents.from_padding(attention_mask))
+            kvpop = SequencePass(_documents(query, attention_mask, kwargs.get("position_ids")))
         out = policy.attend_sequence(query, key, value, scale, kvpop)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _documents(query: Tensor, valid_BS: Tensor | None, position_ids: Tensor | None) -> Documents:
+    """The documents of a cache-free call: from the padding mask, or, as in transformers, from positions that restart."""
+    B, _, S, _ = query.shape
+    if valid_BS is not None:
+        return Documents.single(B, S, query.device) if bool(valid_BS.all()) else Documents.from_padding(valid_BS)
+    if position_ids is None or position_ids.ndim != 2:
+        return Documents.single(B, S, query.device)
+    restarts = torch.zeros(B, S, dtype=torch.long, device=query.device)
+    restarts[:, 1:] = (position_ids.expand(B, S).diff(dim=-1) != 1).long()
+    return Documents(restarts.cumsum(-1))
 
 
 def padding_mask(*, q_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -69,9 +85,9 @@ def padding_mask(*, q_length: int, attention_mask: Tensor | None = None, **kwarg
     return None if attention_mask is None else attention_mask[:, -int(q_length) :].bool()
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
+def attention_modules(model: nn.Module) -> list[Any]:
     """Attention modules of a decoder in layer order: those that go through the transformers attention interface."""
-    found = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
+    found: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no attention modules with layer_idx and num_key_value_groups: it does not go "
@@ -82,8 +98,8 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 def _rotary(model: nn.Module) -> Rotary | None:
     module = next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
-    if module is None:
-        return None
+    if module is None or getattr(module, "rope_type", "default") in ("dynamic", "longrope"):
+        return None  # frequencies that depend on the length of the input: no fixed rotation by a distance
 
     def cos_sin(position_Bn: Tensor) -> tuple[Tensor, Tensor]:
         like = torch.empty(0, dtype=torch.float32, device=position_Bn.device)
@@ -111,13 +127,20 @@ def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
     """
     modules = attention_modules(model)
     config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        kinds = ["sliding_attention" if sliding else "full_attention"] * len(modules)
     for module in modules:
-        if getattr(module, "sliding_window", None) is not None:
-            raise ValueError(f"layer {module.layer_idx} of {type(model).__name__} has a sliding window: not supported yet")
-    detach(model)
+        if kinds[module.layer_idx] != "full_attention":
+            raise ValueError(
+                f"layer {module.layer_idx} of {type(model).__name__} is {kinds[module.layer_idx]} (sliding_window "
+                f"{getattr(config, 'sliding_window', None)}): only full_attention layers are supported"
+            )
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
     rotary = _rotary(model)
+    layers = []
     for module in modules:
         weight = next(module.parameters())
         shape = LayerShape(
@@ -130,12 +153,18 @@ def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
         layer = policy.layer(shape).to(weight.device)
         if weight.dtype == torch.float64:
             layer = layer.double()
+        layers.append(layer)
+    detach(model)  # only now: a policy that cannot be built leaves the model as it is
+    for module, layer in zip(modules, layers):
         module.add_module(CHILD, layer)
+        layer.attached = True
     model._kvpop_previous = model.config._attn_implementation
     model.config._attn_implementation = IMPLEMENTATION
     name = cache_argument(model)
 
-    def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def prepare_cache(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if model_kwargs.get(name) is None and generation_config.use_cache is not False:
             if generation_config.cache_implementation is not None:
                 raise ValueError(
@@ -145,7 +174,7 @@ def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
             model_kwargs[name] = BoundedCache(self)
         return type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
 
-    model._prepare_cache_for_generation = MethodType(prepare_cache, model)
+    setattr(model, "_prepare_cache_for_generation", MethodType(prepare_cache, model))  # noqa: B010
     return model
 
 
@@ -153,9 +182,10 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Take the policy off: the model is as it was before ``attach``. Does nothing if none is attached."""
     for module in attention_modules(model):
         if hasattr(module, CHILD):
+            getattr(module, CHILD).attached = False
             delattr(module, CHILD)
     if "_kvpop_previous" in vars(model):
-        model.config._attn_implementation = model._kvpop_previous
+        model.config._attn_implementation = vars(model)["_kvpop_previous"]
         del model._kvpop_previous
         del model._prepare_cache_for_generation
     return model

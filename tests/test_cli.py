@@ -1,0 +1,416 @@
+"""The command line end to end, on a random model of two layers and a tokenizer of sixty words."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import kvpop
+from kvpop import models as base_models
+from kvpop.cli import app, as_strict_json, retrieval_cells
+from kvpop.distill import Trainer
+from kvpop.measure import RetrievalScores
+from tests.tiny import VOCAB, tiny_model
+
+SMALL = ["--budget", "24", "--sinks", "2", "--window", "8"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A directory with a model, its tokenizer, and texts."""
+    folder = tmp_path_factory.mktemp("cli")
+    words = ["[PAD]", "[BOS]", "[EOS]", "[UNK]"]
+    words += [f"w{i}" for i in range(VOCAB - len(words))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]"
+    )
+    fast.chat_template = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}w2"
+    fast.save_pretrained(folder / "model")
+    tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
+    draw = random.Random(0)
+    for name in ("a", "b", "c"):
+        text = " ".join(draw.choice(words[4:]) for _ in range(700))
+        (folder / "texts").mkdir(exist_ok=True)
+        (folder / "texts" / f"{name}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(folder):
+    result = call("distill", *training(folder, "adapter"))
+    assert result.exit_code == 0, result.stderr
+    return folder / "adapter"
+
+
+def call(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def training(folder, out, *more):
+    return [
+        "--model", folder / "model", "--data", folder / "texts", "--out", folder / out, *SMALL, "--steps", "4",
+        "--sequence-length", "200", "--retrieval-share", "0", "--device", "cpu", *more,
+    ]  # fmt: skip
+
+
+def refused(*words):
+    """The one line on stderr of a command that must fail with exit code 2."""
+    result = call(*words)
+    assert result.exit_code == 2, (result.stdout, result.stderr, result.exception)
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Everything that can be checked without a model is checked before one is loaded."""
+    monkeypatch.setattr(base_models, "load_base", lambda *a, **k: pytest.fail("the model was loaded"))
+
+
+def test_distill_writes_an_adapter(adapter):
+    config = json.loads((adapter / "kvpop.json").read_text())
+    assert config["policy"]["budget"] == {"sinks": 2, "window": 8, "long": 14}
+    assert config["policy"]["decay"] == -5 / 200
+    assert config["policy"]["decay_range"] == [-20 / 200, -0.1 / 200]
+    assert config["training"]["steps"] == 4
+    assert len((adapter / "log.jsonl").read_text().splitlines()) == 4
+
+
+def test_distill_says_where_the_adapter_is_and_goes_on_from_the_end(folder, adapter):
+    result = call("distill", *training(folder, "adapter"))
+    assert result.exit_code == 0
+    assert result.stdout == f"adapter: {adapter}\n"
+    report = json.loads(call("distill", *training(folder, "adapter"), "--json").stdout)
+    assert report["finished"]
+    assert report["training"]["steps"] == 4
+
+
+def test_distill_resumes_after_an_interrupt(folder, adapter, monkeypatch):
+    step = Trainer.step
+
+    def interrupted(self):
+        if self.done == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", interrupted)
+        result = call("distill", *training(folder, "again"))
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "interrupted at step 2; run the same command to go on"
+    assert not (folder / "again" / "kvpop.json").exists()
+    assert call("distill", *training(folder, "again")).exit_code == 0
+    assert (folder / "again" / "scorers.safetensors").read_bytes() == (adapter / "scorers.safetensors").read_bytes()
+
+
+def test_an_interrupt_elsewhere_ends_without_a_traceback(monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(base_models, "load_base", interrupt)
+    result = call("generate", "--policy", "random", "--prompt", "w1")
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted\n"
+
+
+def test_distill_another_run_into_the_same_directory_is_refused(folder, adapter):
+    result = call("distill", *training(folder, "adapter"), "--lr", "0.5")
+    assert result.exit_code == 2
+    assert "belongs to another run" in result.stderr.splitlines()[-1]
+    assert result.stdout == ""
+
+
+def test_distill_in_full_mode_changes_the_weights_and_its_adapter_generates(folder):
+    words = training(
+        folder, "full", "--mode", "full", "--decay", "-0.01", "--scorer", "mlp", "--base-lr", "0.01", "--json"
+    )
+    result = call("distill", *words)
+    assert result.exit_code == 0, result.stderr
+    training_facts = json.loads(result.stdout)["training"]
+    assert training_facts["kl"] > 0
+    config = json.loads((folder / "full" / "kvpop.json").read_text())
+    assert config["base_weights"] == "base.safetensors"
+    assert config["policy"]["decay_range"] == [-0.1, -0.0005]
+    common = ["--model", folder / "model", "--prompt", "w3 w4", "--max-new-tokens", "5", "--json"]
+    assert call("generate", "--adapter", folder / "full", *common).exit_code == 0
+    assert "changes the weights" in refused("eval", "--adapter", folder / "full")
+
+
+def test_the_mix_holds_the_share_of_retrieval_documents(folder, monkeypatch):
+    from kvpop import cli
+    from kvpop.models import load_base
+
+    _, tokenizer = load_base(str(folder / "model"))
+    plain = cli.training_stream(str(folder / "texts"), tokenizer, 350, 1, 0, 2100, 0.0)
+    mixed = cli.training_stream(str(folder / "texts"), tokenizer, 350, 1, 0, 2100, 0.25)
+    assert (len(plain), len(mixed)) == (6, 8)
+    limited = cli.training_stream(str(folder / "texts"), tokenizer, 350, 1, 0, 800, 0.0)
+    assert sum(int((limited.batch(i)["document_ids"] >= 0).sum()) for i in range(len(limited))) == 800
+
+
+def test_info(adapter):
+    report = json.loads(call("info", adapter, "--json").stdout)
+    assert report["model"]["layers"] == 2
+    assert report["scorer_parameters"] > 0
+    assert report["training"]["steps"] == 4
+    shown = call("info", adapter)
+    assert shown.exit_code == 0
+    for words in ("24 slots per KV head: 2 sinks, 8 window, 14 long-range", "mlp+mlstm", "recall"):
+        assert words in shown.stdout
+
+
+def test_generate_streams_text_and_nothing_else_to_stdout(folder, adapter):
+    common = ["--model", folder / "model", "--max-new-tokens", "40", "--prompt", "w3 w4 w5", "--adapter", adapter]
+    streamed = call("generate", *common)
+    report = json.loads(call("generate", *common, "--json").stdout)
+    assert streamed.exit_code == 0
+    assert streamed.stdout == report["text"] + "\n"
+    assert "tokens held" in streamed.stderr
+    assert report["prompt_tokens"] == 5  # the template adds one on either side
+    assert report["tokens_seen"] == 5 + report["new_tokens"] - 1
+    assert report["tokens_held"] == min(24, report["tokens_seen"])
+    assert report["budget"] == 24
+
+
+def test_generate_past_the_budget_holds_no_more(folder):
+    (folder / "long.txt").write_text("w7 w8 w9 " * 40)
+    sizes = []
+    for count in ("5", "20"):
+        result = call(
+            "generate", "--model", folder / "model", "--policy", "random", *SMALL, "--prompt-file", folder / "long.txt",
+            "--max-new-tokens", count, "--raw", "--temperature", "1", "--seed", "3", "--json",
+        )  # fmt: skip
+        report = json.loads(result.stdout)
+        assert report["prompt_tokens"] == 120
+        assert report["tokens_held"] == 24
+        assert report["bytes_dense"] > report["bytes"]
+        sizes.append(report["bytes"])
+    assert sizes[0] == sizes[1]
+
+
+def test_generate_with_one_seed_gives_one_text(folder):
+    def text(seed: int) -> str:
+        common = [
+            "--model",
+            folder / "model",
+            "--policy",
+            "streaming",
+            *SMALL,
+            "--prompt",
+            "w3",
+            "--max-new-tokens",
+            "30",
+        ]
+        return json.loads(call("generate", *common, "--temperature", "1.2", "--seed", seed, "--json").stdout)["text"]
+
+    assert text(0) == text(0) != text(1)
+
+
+def test_generate_takes_another_budget_than_the_adapters(folder, adapter):
+    common = [
+        "--model",
+        folder / "model",
+        "--adapter",
+        adapter,
+        "--prompt",
+        "w3 " * 60,
+        "--max-new-tokens",
+        "3",
+        "--json",
+    ]
+    report = json.loads(call("generate", *common, "--budget", "12").stdout)
+    assert (report["budget"], report["tokens_held"]) == (12, 12)
+
+
+def test_eval_compares_on_the_same_text(folder, adapter):
+    words = [
+        "eval", "--model", folder / "model", "--adapter", adapter, "--policy", "streaming", "--policy", "dense", "--budget",
+        "24", "--budget", "100", "--sinks", "2", "--window", "8", "--data", folder / "texts", "--texts", "4", "--length",
+        "300", "--passkey", "1", "--needle", "1", "--lengths", "200", "--lengths", "250", "--depths", "0,1", "--out",
+        folder / "new" / "eval.json",
+    ]  # fmt: skip
+    result = call(*words, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report == json.loads((folder / "new" / "eval.json").read_text())
+    assert (report["texts"], report["start"]) == (4, 100)  # three files, one of them read twice
+    rows = {(row["policy"], row["budget"]): row for row in report["rows"]}
+    assert set(rows) == {("dense", None), *((name, b) for name in ("streaming", "adapter") for b in (24, 100))}
+    dense = rows["dense", None]
+    assert (dense["kl"], dense["agreement"]) == (0, 1)
+    assert rows["streaming", 24]["kl"] > rows["streaming", 100]["kl"] > 0
+    for row in rows.values():
+        assert len(row["by_position"]) == 4
+        cells = {(cell["task"], cell["length"], cell["depth"]): cell for cell in row["retrieval"]}
+        assert {key for key in cells if key[0] == "passkey"} == {("passkey", n, d) for n in (200, 250) for d in (0, 1)}
+        assert sum(cell["answers"] for key, cell in cells.items() if key[0] == "needle") == 8
+    shown = call(*words[:-2], "--texts", "1")
+    assert shown.exit_code == 0
+    assert "streaming" in shown.stdout
+    assert "NLL" in shown.stdout
+
+
+def test_eval_of_retrieval_alone(folder):
+    result = call(
+        "eval", "--model", folder / "model", "--policy", "random", *SMALL, "--data", folder / "texts", "--texts", "0",
+        "--passkey", "1", "--length", "150", "--json",
+    )  # fmt: skip
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["policy"] for row in rows] == ["dense", "random"]
+    assert "kl" not in rows[0]
+    assert [cell["depth"] for cell in rows[1]["retrieval"]] == [0.1, 0.5, 0.9]
+
+
+def test_eval_asks_for_no_more_text_than_there_is(folder):
+    result = call(
+        "eval", "--model", folder / "model", "--policy", "random", *SMALL, "--data", folder / "texts", "--texts", "7",
+        "--length", "300",
+    )  # fmt: skip
+    assert result.exit_code == 2
+    assert "--texts 7" in result.stderr
+    assert "only 6 pieces of 300 tokens" in result.stderr
+
+
+def test_answers_count_at_the_nearest_depth():
+    scores = RetrievalScores(exact=[True, False, True], nll=[1.0, 3.0, 5.0], depth=[0.2, 0.3, 0.8], length=[10, 10, 10])
+    near, far = retrieval_cells("needle", scores, [0.1, 0.9])
+    assert (near["depth"], near["exact"], near["nll"], near["answers"]) == (0.1, 0.5, 2.0, 2)
+    assert (far["depth"], far["exact"], far["nll"], far["answers"]) == (0.9, 1.0, 5.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--budget", "10"], "budget of 10 slots cannot hold 4 sinks and a window of 64: needs 68"),
+        (["--scorer", "best"], "'best'"),
+        (["--mode", "half"], "mode must be 'scorer' or 'full', got 'half'"),
+        (["--decay", "0.1"], "start 0.1"),
+        (["--aggregate", "min"], "got 'min'"),
+        (["--target-power", "0"], "power must be positive, got 0.0"),
+        (["--inner-updates", "0"], "inner_updates must be at least 1, got 0"),
+        (["--lr", "0"], "scorer_lr must be positive, got 0.0"),
+        (["--impl", "fast"], "--impl must be auto, reference or flex, got 'fast'"),
+        (["--dtype", "int8"], "float32, bfloat16, float16, auto, got 'int8'"),
+        (["--device", "toaster"], "--device toaster"),
+        (["--device", "cuda:99"], "--device cuda:99"),
+        (["--sequence-length", "383"], "at least budget + 128 = 384, got 383"),
+        (["--retrieval-share", "1"], "--retrieval-share must be in [0, 1), got 1.0"),
+        (["--budget", "80", "--sequence-length", "310"], "at least 320 for --retrieval-share 0.1, got 310"),
+        (["--data", "/no/such/texts"], "/no/such/texts"),
+        (["--data", "champ:dev"], "'champ:dev'"),
+    ],
+)
+def test_distill_refuses_before_the_model_is_loaded(tmp_path, no_model, words, message):
+    assert message in refused("distill", "--out", tmp_path / "out", *words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "either --adapter DIR or --policy NAME"),
+        (["--policy", "dense", "--adapter", "x"], "either --adapter DIR or --policy NAME"),
+        (["--policy", "best"], "unknown policy 'best': choose one of dense"),
+        (["--policy", "oracle"], "not generate"),
+        (["--policy", "random", "--budget", "10"], "budget of 10 slots"),
+        (["--policy", "random", "--top-p", "0"], "--top-p must be in (0, 1], got 0.0"),
+        (["--adapter", "/no/such/adapter"], "/no/such/adapter is not a kvpop adapter"),
+        (["--policy", "random", "--prompt-file", "x"], "either --prompt TEXT or --prompt-file FILE"),
+        (["--policy", "random", "--prompt", " "], "the prompt is empty"),
+    ],
+)
+def test_generate_refuses_before_the_model_is_loaded(no_model, words, message):
+    assert message in refused("generate", *(words if "--prompt" in words else ["--prompt", "w1", *words]))
+
+
+def test_generate_without_a_prompt_file(no_model):
+    assert "/no/such/file" in refused("generate", "--policy", "random", "--prompt-file", "/no/such/file")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give --adapter DIR or --policy NAME"),
+        (["--policy", "best"], "unknown policy 'best'"),
+        (["--policy", "random", "--budget", "10"], "budget of 10 slots"),
+        (
+            ["--policy", "random", "--budget", "2048"],
+            "--length must be at least the largest budget + 2 = 2050, got 1024",
+        ),
+        (["--policy", "random", "--texts", "0"], "nothing to measure"),
+        (["--policy", "random", "--depths", "0.5,1.5"], "--depths must lie in [0, 1], got 0.5,1.5"),
+        (["--policy", "random", "--data", "/no/such/texts"], "/no/such/texts"),
+        (["--adapter", "/no/such/adapter"], "/no/such/adapter is not a kvpop adapter"),
+    ],
+)
+def test_eval_refuses_before_the_model_is_loaded(no_model, words, message):
+    assert message in refused("eval", *words)
+
+
+def test_an_adapter_of_another_model_is_refused(folder, adapter, tmp_path):
+    other = tiny_model(kv_heads=1, groups=4, dtype=torch.float32)
+    other.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (folder / "model" / name).exists():
+            (tmp_path / name).write_bytes((folder / "model" / name).read_bytes())
+    result = call("generate", "--model", tmp_path, "--adapter", adapter, "--prompt", "w1")
+    assert result.exit_code == 2
+    assert "kv_heads 2 in the adapter, 1 in the model" in result.stderr
+
+
+def test_numbers_out_of_range_are_usage_errors():
+    result = call("generate", "--policy", "random", "--prompt", "w1", "--max-new-tokens", "0")
+    assert result.exit_code == 2
+    assert "--max-new-tokens" in result.stderr
+
+
+def test_debug_shows_the_traceback():
+    result = call("--debug", "info", "/no/such/adapter")
+    assert isinstance(result.exception, FileNotFoundError)
+
+
+def test_demo_is_handed_its_options(tmp_path, monkeypatch):
+    given = []
+    module = types.SimpleNamespace(run_demo=lambda *options: given.append(options))
+    monkeypatch.setitem(sys.modules, "kvpop.demo", module)
+    assert call("demo", "--out", tmp_path, "--minutes", "3").exit_code == 0
+    assert given == [(tmp_path, 3.0)]
+    assert "--minutes must be positive, got 0.0" in refused("demo", "--minutes", "0")
+
+
+def test_json_has_no_nan():
+    assert json.loads(as_strict_json({"a": [float("nan"), 1.5], "b": (float("inf"),)})) == {
+        "a": [None, 1.5],
+        "b": [None],
+    }
+
+
+def test_version():
+    assert call("--version").stdout == f"kvpop {kvpop.__version__}\n"
+
+
+def test_help_loads_nothing_heavy():
+    code = (
+        "import sys\nfrom kvpop.cli import app\ntry:\n    app(['distill', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'transformers', 'numpy', 'matplotlib') if name in sys.modules])"
+    )
+    started = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+    assert time.perf_counter() - started < 5  # 0.4 s on an idle machine
