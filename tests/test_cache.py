@@ -35,9 +35,9 @@ from kvpop.policies import (
     Streaming,
     Tova,
 )
+from kvpop.policies.base import HANDOVER
 from kvpop.policies.streaming import StreamingLayer
 from kvpop.policies.tova import TovaLayer
-from kvpop.policies.base import HANDOVER
 from kvpop.scorers import Scorer
 from kvpop.slots import RankedSlots
 from tests.tiny import VOCAB, dense_masks, expiries, held_by_mask, masked_reference, tiny_model

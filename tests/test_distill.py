@@ -327,6 +327,8 @@ def test_packed_documents_do_not_see_each_other(scorer: str) -> None:
         seen = {"logits": out.logits[0]}
         for view in views:
             teacher = supervise(view, Target(), [BUDGET])
+            dense = supervise(view, Target(lse="dense"), [BUDGET])
+            seen[f"dense target {view.layer}"] = dense.target_NHL[1, :, :70].T
             seen[f"expiry {view.layer}"] = view.expiry[0].T
             seen[f"score {view.layer}"] = view.score_NHL[1, :, :70].T
             seen[f"target {view.layer}"] = teacher.target_NHL[1, :, :70].T
@@ -355,7 +357,7 @@ def test_packed_documents_do_not_see_each_other(scorer: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_gradient_checkpointing_changes_neither_loss_nor_gradients(mode: str) -> None:
+def test_gradient_checkpointing_changes_neither_loss_nor_gradients(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG_OF[mode], clip=1e9)
     plain = trainer(config)
     model = tiny_model()
@@ -363,7 +365,12 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(mode: str) ->
     again = Trainer(model, POLICY, stream(), config, tiny_model() if mode == "full" else None)
     passes = count_layer_passes(again)
     plain_passes = count_layer_passes(plain)
+    supervised: list[int] = []
+    monkeypatch.setattr(
+        "kvpop.distill.supervise", lambda view, *args: supervised.append(view.layer) or supervise(view, *args)
+    )
     a, b = gradients(plain), gradients(again)
+    assert supervised == [0, 1] * 2  # the target is not formed a second time
     # Full mode: one pass to calibrate, one forward, and the recomputation. Scorer mode has no activations to save.
     assert (plain_passes[0], passes[0]) == ((2, 3) if mode == "full" else (2, 2))
     assert a.keys() == b.keys()

@@ -8,15 +8,7 @@ from torch.nn import functional as F
 
 from kvpop.attachment import attach, attached_policies
 from kvpop.budget import Budget
-from kvpop.measure import (
-    HEAD_CHUNK,
-    Entry,
-    TextScores,
-    compare_retrieval,
-    compare_texts,
-    hidden_states,
-    log_probabilities,
-)
+from kvpop.measure import BATCH, HEAD_CHUNK, Entry, TextScores, batches, compare_retrieval, compare_texts
 from kvpop.policies import Dense, Policy, Random, Streaming
 from kvpop.tasks import RetrievalPrompt
 from tests.tiny import VOCAB, tiny_model
@@ -142,17 +134,50 @@ def test_the_model_is_as_before_also_after_an_error(broken: bool) -> None:
     assert torch.equal(plain_logits(model, ids), before)
 
 
-def test_grad_mode_is_not_leaked_by_an_iteration_that_stops_early() -> None:
+class Stop(Exception):
+    pass
+
+
+def test_grad_mode_is_not_leaked_by_a_comparison_that_stops_early() -> None:
+    """The mode is on in every callback, after an exception from one, and at the end."""
     model = tiny_model()
-    hidden = hidden_states(attach(model, Dense()), text(2 * HEAD_CHUNK + 1))
-    pieces = log_probabilities(model, hidden)
+    modes: list[bool] = []
+
+    def stop(label: str) -> None:
+        modes.append(torch.is_grad_enabled())
+        if label == "random":
+            raise Stop
+
+    with pytest.raises(Stop):
+        compare_texts(model, [text(40)], [Entry("random", BUDGET.slots, Random(BUDGET))], 5, stop)
+    with pytest.raises(Stop):
+        compare_retrieval(model, [retrieval_prompt(0, "x")], [Entry("random", BUDGET.slots, Random(BUDGET))], stop)
+    assert modes == [True] * 3
     assert torch.is_grad_enabled()
-    _, first = next(pieces)
-    assert torch.is_grad_enabled()
-    assert not first.requires_grad
-    pieces.close()
-    assert torch.is_grad_enabled()
-    assert [part.start for part, _ in log_probabilities(model, hidden)] == [0, HEAD_CHUNK, 2 * HEAD_CHUNK]
+    assert attached_policies(model) == []
+
+
+def test_groups_hold_equal_lengths_and_every_index_once() -> None:
+    lengths = [5, 7, 5, 5, 7, 5, 5, 9]
+    groups = list(batches(lengths))
+    assert sorted(i for group in groups for i in group) == list(range(8))
+    assert all(len(group) <= BATCH and len({lengths[i] for i in group}) == 1 for group in groups)
+    assert len(groups) == 4
+
+
+def test_texts_that_share_a_batch_score_as_alone_and_stay_in_order() -> None:
+    texts = [text(60 - 15 * (i % 2), seed=i) for i in range(2 * BATCH + 2)]
+    entries = [Entry("dense", None, Dense()), Entry("random", BUDGET.slots, Random(BUDGET, seed=1))]
+    ticks: list[str] = []
+    together = compare_texts(tiny_model(), texts, entries, 10, ticks.append)
+    assert sorted(ticks) == sorted(["dense", "dense", "random"] * len(texts))
+    for i, ids in enumerate(texts):
+        alone = compare_texts(tiny_model(), [ids], entries, 10)
+        for mine, theirs in zip(together, alone):
+            assert len(mine.kl[i]) == len(ids) - 11
+            torch.testing.assert_close(mine.kl[i], theirs.kl[0], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine.agree[i], theirs.agree[0])
+            torch.testing.assert_close(mine.nll[i], theirs.nll[0], rtol=1e-5, atol=1e-6)
 
 
 def retrieval_prompt(seed: int, task: str) -> RetrievalPrompt:
@@ -165,7 +190,7 @@ def test_retrieval_scores_the_tokens_of_each_span_under_each_policy() -> None:
     ticks: list[str] = []
     model = tiny_model()
     results = compare_retrieval(model, prompts, entries, ticks.append)
-    assert ticks == ["dense", "random"] * 3
+    assert sorted(ticks) == ["dense"] * 3 + ["random"] * 3
     assert attached_policies(model) == []
     for entry, by_task in zip(entries, results):
         assert {task: score.row()["answers"] for task, score in by_task.items()} == {"one": 4, "two": 2}

@@ -31,4 +31,18 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'kvpop' has no attribute {name!r}")
 
 
-__all__ = ["Budget", "__version__", *_LAZY]
+__all__ = [
+    "BoundedCache",
+    "Budget",
+    "Dense",
+    "KVpop",
+    "Oracle",
+    "Random",
+    "Streaming",
+    "Tova",
+    "__version__",
+    "attach",
+    "detach",
+    "load",
+    "load_policy",
+]

@@ -6,35 +6,33 @@ Results go to stdout, progress to stderr; with --json stdout holds one JSON obje
 from __future__ import annotations
 
 import copy
-import json
 import math
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperGroup
 
 import kvpop
 from kvpop.budget import Budget
+from kvpop.jobs import (
+    DEFAULT,
+    chosen_budget,
+    comparison,
+    evaluation_texts,
+    load_model,
+    placement,
+    read_adapter,
+    retrieval_cells,
+    retrieval_prompts,
+    training_stream,
+)
+from kvpop.terminal import ERR, OUT, TrainingProgress, as_strict_json, print_comparison, print_facts, print_json
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from kvpop.data import SequenceStream
-    from kvpop.measure import Entry, RetrievalScores
-    from kvpop.tasks import RetrievalPrompt
-
-OUT, ERR = Console(), Console(stderr=True, highlight=False)
 MB = 1e6
-NEEDLE_KEYS = 4
-DEFAULT = Budget.of_slots(256, sinks=4, window=64)
 
 
 class Commands(TyperGroup):
@@ -420,246 +418,3 @@ def info(
         },
         OUT,
     )
-
-
-# What the commands share.
-
-
-def placement(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """The device and the precision that two options name. Raises ValueError for what does not exist here."""
-    import torch
-
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    try:
-        place = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"--device {device}: no such kind of device; use cpu, cuda or cuda:N") from error
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices")
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    kinds["auto"] = torch.bfloat16 if place.type == "cuda" else torch.float32
-    if dtype not in kinds:
-        raise ValueError(f"--dtype must be one of {', '.join(kinds)}, got {dtype!r}")
-    return place, kinds[dtype]
-
-
-def load_model(
-    name: str, dtype: torch.dtype, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
-    """``load_base``, with transformers quiet."""
-    from transformers.utils import logging
-
-    from kvpop.models import load_base
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return load_base(name, dtype, device)
-
-
-def read_adapter(directory: Path) -> dict[str, Any]:
-    from kvpop.adapter import read_config
-
-    return read_config(directory)
-
-
-def chosen_budget(slots: int | None, sinks: int | None, window: int | None, adapter: Path | None) -> Budget:
-    """The options where given, else the adapter's own budget, else 256 slots with 4 sinks and a window of 64."""
-    own = Budget(**read_adapter(adapter)["policy"]["budget"]) if adapter is not None else DEFAULT
-    return Budget.of_slots(
-        own.slots if slots is None else slots,
-        sinks=own.sinks if sinks is None else sinks,
-        window=own.window if window is None else window,
-    )
-
-
-def training_stream(
-    data: str, tokenizer: Any, length: int, batch_size: int, seed: int, tokens: int, retrieval_share: float
-) -> SequenceStream:
-    """The first ``tokens`` tokens of a source, packed, and so many retrieval documents that they are the share asked for."""
-    import numpy as np
-
-    from kvpop.data import PackedSequence, SequenceStream, chunks, pack, texts_from, tokenize
-    from kvpop.tasks import training_retrieval_document
-
-    documents: list[Any] = []
-    left = tokens
-    for document in tokenize(texts_from(data, tokenizer), tokenizer):
-        documents.append(document[:left])
-        left -= len(documents[-1])
-        if left <= 0:
-            break
-    sequences = list(pack(chunks(documents, length), length, tokenizer.pad_token_id or 0))
-    if retrieval_share:
-        haystack = np.concatenate(documents).tolist()
-        for i in range(max(1, round(retrieval_share / (1 - retrieval_share) * len(sequences)))):
-            rng = np.random.default_rng([seed, i])
-            prompt = training_retrieval_document(tokenizer, haystack, length, rng)
-            sequences.append(PackedSequence.from_pieces([np.asarray(prompt.tokens)], length))
-    return SequenceStream(sequences, batch_size, seed)
-
-
-def evaluation_texts(
-    data: str, tokenizer: Any, count: int, length: int, longest: int
-) -> tuple[list[Tensor], list[int]]:
-    """``count`` texts of ``length`` tokens (other documents first, then later pieces), and a haystack for ``longest``."""
-    import torch
-
-    from kvpop.data import texts_from, tokenize
-
-    documents: list[list[int]] = []
-    for document in tokenize(texts_from(data, tokenizer), tokenizer):
-        documents.append(document.tolist())
-        if sum(len(d) >= length for d in documents) >= count and sum(map(len, documents)) >= longest:
-            break
-    ends = range(length, max(map(len, documents)) + 1, length)
-    pieces = [document[end - length : end] for end in ends for document in documents if len(document) >= end]
-    if len(pieces) < count:
-        raise ValueError(f"--texts {count}: {data} has only {len(pieces)} pieces of {length} tokens")
-    return [torch.tensor(piece) for piece in pieces[:count]], [token for document in documents for token in document]
-
-
-def retrieval_prompts(
-    tokenizer: Any, haystack: list[int], lengths: list[int], depths: list[float], passkeys: int, needles: int, seed: int
-) -> list[RetrievalPrompt]:
-    import numpy as np
-
-    from kvpop.tasks import needle_prompt, passkey_prompt
-
-    prompts = []
-    for length in lengths:
-        for i in range(passkeys):
-            for j, depth in enumerate(depths):
-                prompts.append(
-                    passkey_prompt(tokenizer, haystack, length, depth, np.random.default_rng([seed, length, i, j]))
-                )
-        for i in range(needles):
-            rng = np.random.default_rng([seed, length, i])
-            prompts.append(needle_prompt(tokenizer, haystack, length, NEEDLE_KEYS, rng))
-    return prompts
-
-
-def retrieval_cells(task: str, scores: RetrievalScores, depths: list[float]) -> list[dict[str, Any]]:
-    """Results by length and depth; an answer counts at the nearest of ``depths``."""
-    cells: dict[tuple[int, float], list[int]] = {}
-    for i, (length, depth) in enumerate(zip(scores.length, scores.depth)):
-        cells.setdefault((length, min(depths, key=lambda place: abs(place - depth))), []).append(i)
-    return [
-        {
-            "task": task,
-            "length": length,
-            "depth": depth,
-            "exact": sum(scores.exact[i] for i in members) / len(members),
-            "nll": sum(scores.nll[i] for i in members) / len(members),
-            "answers": len(members),
-        }
-        for (length, depth), members in sorted(cells.items())
-    ]
-
-
-def comparison(
-    adapters: list[Path], policies: list[str], budgets: list[int], sinks: int | None, window: int | None
-) -> list[Entry]:
-    """Dense, then every policy and every adapter at every budget (without budgets: the adapters' own, or 256)."""
-    from kvpop.adapter import load_policy
-    from kvpop.measure import Entry
-    from kvpop.policies import Dense, policy_by_name
-
-    for directory in adapters:
-        if read_adapter(directory).get("base_weights"):
-            raise ValueError(f"{directory} changes the weights of the model: eval compares policies on one model")
-    first = adapters[0] if adapters else None
-    entries = [Entry("dense", None, Dense())]
-    own = {chosen_budget(None, sinks, window, directory).slots for directory in adapters}
-    for slots in sorted(set(budgets) or own or {chosen_budget(None, sinks, window, None).slots}):
-        for name in dict.fromkeys(policies):
-            policy = policy_by_name(name, chosen_budget(slots, sinks, window, first))
-            if name != "dense":
-                entries.append(Entry(name, slots, policy))
-        for directory in adapters:
-            trained = load_policy(directory, chosen_budget(slots, sinks, window, directory))
-            same = [d for d in adapters if d.resolve().name == directory.resolve().name]
-            entries.append(Entry(directory.resolve().name if len(same) == 1 else str(directory), slots, trained))
-    return entries
-
-
-class TrainingProgress(Progress):
-    """A bar with loss, accuracy, recall, tokens/s and time left; where stderr is no terminal, about 20 lines of text."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(
-            BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=ERR, disable=not ERR.is_terminal,
-        )  # fmt: skip
-        self.steps = steps
-        self.task = self.add_task("first step", total=steps)
-
-    def show(self, record: dict[str, Any]) -> None:
-        names = {"score_loss": "loss", "accuracy": "accuracy", "recall": "recall", "kl": "KL"}
-        parts = [f"{label} {record[name]:.3f}" for name, label in names.items() if name in record]
-        line = ", ".join([*parts, f"{record['tokens_per_s']:,.0f} tokens/s"])
-        self.update(self.task, completed=record["step"], description=line)
-        if self.disable and record["step"] % max(1, self.steps // 20) == 0:
-            typer.echo(f"step {record['step']} of {self.steps}: {line}", err=True)
-
-
-def as_strict_json(value: Any) -> str:
-    """JSON without NaN and infinities, which the standard does not know: they become null."""
-
-    def finite(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {key: finite(item) for key, item in x.items()}
-        if isinstance(x, list | tuple):
-            return [finite(item) for item in x]
-        return None if isinstance(x, float) and not math.isfinite(x) else x
-
-    return json.dumps(finite(value), indent=2)
-
-
-def print_json(value: Any) -> None:
-    typer.echo(as_strict_json(value))
-
-
-def print_facts(facts: dict[str, Any], console: Console) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for key, value in facts.items():
-        shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
-        table.add_row(key.replace("_", " "), shown)
-    console.print(table, markup=False)
-
-
-def print_comparison(rows: list[dict[str, Any]]) -> None:
-    names = ("kl", "agreement", "perplexity", "passkey", "needle")
-    titles = {"kl": "KL to dense", "agreement": "agreement with dense"}
-    keys = [name for name in names if any(name in row for row in rows)]
-    table = Table("policy", "budget", *(titles.get(key, key) for key in keys))
-    for row in rows:
-        table.add_row(row["policy"], str(row["budget"] or "-"), *(f"{row[key]:.4f}" for key in keys))
-    OUT.print(table)
-    if "by_position" in rows[0]:
-        spans = (f"{part['from']}-{part['to'] - 1}" for part in rows[0]["by_position"])
-        table = Table("policy", "budget", *spans, title="KL to dense by position", title_justify="left")
-        for row in rows:
-            table.add_row(
-                row["policy"], str(row["budget"] or "-"), *(f"{part['kl']:.4f}" for part in row["by_position"])
-            )
-        OUT.print(table)
-    cells = [(row, cell) for row in rows for cell in row.get("retrieval", [])]
-    if cells:
-        sweep = Table(
-            "policy",
-            "budget",
-            "task",
-            "length",
-            "depth",
-            "exact",
-            "NLL",
-            "answers",
-            title="retrieval (NLL in nats a token)",
-            title_justify="left",
-        )
-        for row, cell in cells:
-            sweep.add_row(
-                row["policy"], str(row["budget"] or "-"), cell["task"], f"{cell['length']:,}", f"{cell['depth']:g}",
-                f"{cell['exact']:.2f}", f"{cell['nll']:.3f}", str(cell["answers"]),
-            )  # fmt: skip
-        OUT.print(sweep)

@@ -286,8 +286,8 @@ def findings(report: dict[str, Any]) -> list[str]:
         losses = [p for p in others if p not in wins]
         stream = others["streaming"]
         lines.append(
-            f"At {slots} slots ({slots / LENGTH:.1%} of {LENGTH} tokens) {name} is the better scorer: KL to dense {ours['kl']:.3f} "
-            f"against {stream['kl']:.3f} for StreamingLLM ({1 - ours['kl'] / stream['kl']:+.0%} less), top-1 agreement "
+            f"At {slots} slots ({slots / LENGTH:.1%} of {LENGTH} tokens) {name} is the better scorer: KL to dense "
+            f"{ours['kl']:.3f} against {stream['kl']:.3f} for StreamingLLM ({1 - ours['kl'] / stream['kl']:+.0%} less), top-1 agreement "
             f"{ours['agreement']:.1%} against {stream['agreement']:.1%}. It beats {', '.join(wins) or 'none of the baselines'} "
             f"on both measures{'' if not losses else '; it does not beat ' + ', '.join(losses)}."
         )
@@ -320,7 +320,8 @@ def show(report: dict[str, Any], console: Console) -> None:
             row["passkey_answers"] + row["needle_answers"]
         )
         table.add_row(
-            row["policy"], str(row["budget"] or "all"), f"{row['kl']:.4f}", f"{row['agreement']:.1%}", f"{row['perplexity']:.3f}",
+            row["policy"], str(row["budget"] or "all"), f"{row['kl']:.4f}", f"{row['agreement']:.1%}",
+            f"{row['perplexity']:.3f}",
             f"{row['passkey']:.0%}", f"{row['needle']:.0%}", f"{nll:.2f}", end_section=row["policy"] in ("dense", "oracle"),
         )  # fmt: skip
     console.print(table)

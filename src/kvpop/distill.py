@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ class Batch:
 
 
 class Trainer:
-    """One training run, step by step. ``run`` drives it; tests call ``step`` themselves.
+    """One training run, step by step. ``distill`` drives it; tests call ``step`` themselves.
 
     The policy is attached to ``model`` here. ``teacher`` (full mode) is a dense copy of the model that stays frozen; Dense
     is attached to it. Gradient checkpointing that is already enabled on the model is honoured in full mode (scorer mode
@@ -141,9 +142,8 @@ class Trainer:
         if teacher is not None:
             attach(teacher.requires_grad_(False).eval(), Dense())
         model.eval()  # no dropout, as in the teacher
-        for (
-            module
-        ) in model.modules():  # a layer checkpoints only in training mode; what is inside stays without dropout
+        for module in model.modules():
+            # A layer checkpoints its activations only in training mode; what is inside it stays without dropout.
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                 module.training = config.mode == "full"
         for name, p in model.named_parameters():
@@ -233,21 +233,25 @@ class Trainer:
         return Summary(self.budgets[0], self.config.loss.min_future)
 
     def _scorer_loss(
-        self, teacher: Supervised, score_NHL: Tensor, batch: Batch, summary: Summary, inner: int = 0
-    ) -> Tensor:
-        """Boundary loss of a layer on one batch, summed over its decisions; ``_update`` divides by those of the step."""
+        self, teacher: Supervised, score_NHL: Tensor, batch: Batch, decisions: Counter[int], summary: Summary | None = None,
+        inner: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """Boundary loss of a layer on one batch, summed over its decisions, which are added to ``decisions``."""
         generator = self.generator(batch.index, teacher.layer, inner)
         loss, stats = scorer_loss(teacher, score_NHL, self.config.loss, self.budgets, generator)
-        summary.add(teacher, score_NHL, loss, stats)
-        return loss * stats["count_H"].sum()
+        if summary is not None:
+            summary.add(teacher, score_NHL, loss, stats)
+        count = int(stats["count_H"].sum())
+        decisions[teacher.layer] += count
+        return loss * count
 
-    def _update(self, summary: Summary) -> dict[str, float]:
-        """Average the scorers' gradients over decisions, clip each group by itself (losses of model and scorers never mix),
-        and step. Returns the norms before clipping."""
+    def _update(self, decisions: Counter[int]) -> dict[str, float]:
+        """Average the scorers' gradients over the decisions of each layer, clip each group by itself (losses of model and
+        scorers never mix), and step. Returns the norms before clipping."""
         for layer in self.layers:
             for p in layer.parameters():
                 if p.grad is not None:
-                    p.grad /= max(1, summary.decisions(layer.shape.layer))
+                    p.grad /= max(1, decisions[layer.shape.layer])
         norms = {
             name: float(nn.utils.clip_grad_norm_(group["params"], self.config.clip))
             for name, group in zip(("scorer_grad", "decay_grad", "base_grad"), self.optimizer.param_groups)
@@ -257,30 +261,30 @@ class Trainer:
         return norms
 
     def _scorer_step(self, batches: list[Batch]) -> dict[str, Any]:
-        summary = self._summary()
+        summary, decisions = self._summary(), Counter[int]()
         again: list[tuple[Batch, Supervised]] = []
         for batch in batches:
 
             def observe(view: LayerView, batch: Batch = batch) -> None:
                 assert view.score_NHL is not None
                 teacher = self._supervise(view)
-                self._scorer_loss(teacher, view.score_NHL, batch, summary).backward()
+                self._scorer_loss(teacher, view.score_NHL, batch, decisions, summary).backward()
                 if self.config.inner_updates > 1:
                     again.append((batch, teacher))
 
             self._forward(self.model, batch, observe)
-        record = {**summary.record(), **self._update(summary)}
+        record = {**summary.record(), **self._update(decisions)}
         for inner in range(1, self.config.inner_updates):
-            summary = self._summary()
+            decisions = Counter()
             for batch, teacher in again:
                 score = teacher.policy.score(teacher.k, teacher.v, batch.documents)
-                self._scorer_loss(teacher, score, batch, summary, inner).backward()
-            self._update(summary)
+                self._scorer_loss(teacher, score, batch, decisions, inner=inner).backward()
+            self._update(decisions)
         return record
 
     def _full_step(self, batches: list[Batch]) -> dict[str, Any]:
         assert self.teacher is not None
-        summary = self._summary()
+        summary, decisions = self._summary(), Counter[int]()
         tokens = sum(int(batch.documents.valid_BS.sum()) for batch in batches)
         total_kl = 0.0
         for batch in batches:
@@ -305,9 +309,9 @@ class Trainer:
             )  # fmt: skip
             kl = kl * (int(valid_BS.sum()) / max(1, tokens))
             total_kl += float(kl.detach())
-            losses = [self._scorer_loss(teacher, score, batch, summary) for teacher, score in seen.values()]
+            losses = [self._scorer_loss(teacher, score, batch, decisions, summary) for teacher, score in seen.values()]
             (kl + torch.stack(losses).sum()).backward()
-        return {"kl": total_kl, **summary.record(), **self._update(summary)}
+        return {"kl": total_kl, **summary.record(), **self._update(decisions)}
 
     def save(self, directory: Path) -> None:
         """Checkpoint: weights, optimizer moments and the step, in one safetensors file written atomically."""

@@ -64,7 +64,7 @@ class StreamingLayer(RankedLayer):
         if relative:
             if shape.rotary is None:
                 raise ValueError(
-                    f"layer {shape.layer} has no rotary embedding of fixed frequencies: cache-relative positions cannot be formed"
+                    f"layer {shape.layer} has no rotary embedding of fixed frequencies: no cache-relative positions"
                 )
             self.attention = partial(cache_relative_attention, budget=budget, rotary=shape.rotary)
 

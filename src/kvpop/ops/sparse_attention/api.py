@@ -1,6 +1,6 @@
 """Attention over the keys an expiry keeps, with its log-normaliser.
 
-    keep(h, q, t)  <=>  t <= q < expiry[h, t]
+keep(h, q, t)  <=>  t <= q < expiry[h, t]
 """
 
 from __future__ import annotations

@@ -1,0 +1,180 @@
+"""From what a user names (a source, budgets, policies, adapters) to what the library takes: streams, prompts, entries.
+
+Heavy modules are imported inside the functions, so that the command line starts quickly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpop.budget import Budget
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvpop.data import SequenceStream
+    from kvpop.measure import Entry, RetrievalScores
+    from kvpop.tasks import RetrievalPrompt
+
+NEEDLE_KEYS = 4
+DEFAULT = Budget.of_slots(256, sinks=4, window=64)
+
+
+def placement(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """The device and the precision that two options name. Raises ValueError for what does not exist here."""
+    import torch
+
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        place = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {device}: no such kind of device; use cpu, cuda or cuda:N") from error
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices")
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    kinds["auto"] = torch.bfloat16 if place.type == "cuda" else torch.float32
+    if dtype not in kinds:
+        raise ValueError(f"--dtype must be one of {', '.join(kinds)}, got {dtype!r}")
+    return place, kinds[dtype]
+
+
+def load_model(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
+    """``load_base``, with transformers quiet."""
+    from transformers.utils import logging
+
+    from kvpop.models import load_base
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return load_base(name, dtype, device)
+
+
+def read_adapter(directory: Path) -> dict[str, Any]:
+    from kvpop.adapter import read_config
+
+    return read_config(directory)
+
+
+def chosen_budget(slots: int | None, sinks: int | None, window: int | None, adapter: Path | None) -> Budget:
+    """The options where given, else the adapter's own budget, else 256 slots with 4 sinks and a window of 64."""
+    own = Budget(**read_adapter(adapter)["policy"]["budget"]) if adapter is not None else DEFAULT
+    return Budget.of_slots(
+        own.slots if slots is None else slots,
+        sinks=own.sinks if sinks is None else sinks,
+        window=own.window if window is None else window,
+    )
+
+
+def training_stream(
+    data: str, tokenizer: Any, length: int, batch_size: int, seed: int, tokens: int, retrieval_share: float
+) -> SequenceStream:
+    """The first ``tokens`` tokens of a source, packed, and so many retrieval documents that they are the share asked for."""
+    import numpy as np
+
+    from kvpop.data import PackedSequence, SequenceStream, chunks, pack, texts_from, tokenize
+    from kvpop.tasks import training_retrieval_document
+
+    documents: list[Any] = []
+    left = tokens
+    for document in tokenize(texts_from(data, tokenizer), tokenizer):
+        documents.append(document[:left])
+        left -= len(documents[-1])
+        if left <= 0:
+            break
+    sequences = list(pack(chunks(documents, length), length, tokenizer.pad_token_id or 0))
+    if retrieval_share:
+        haystack = np.concatenate(documents).tolist()
+        for i in range(max(1, round(retrieval_share / (1 - retrieval_share) * len(sequences)))):
+            rng = np.random.default_rng([seed, i])
+            prompt = training_retrieval_document(tokenizer, haystack, length, rng)
+            sequences.append(PackedSequence.from_pieces([np.asarray(prompt.tokens)], length))
+    return SequenceStream(sequences, batch_size, seed)
+
+
+def evaluation_texts(
+    data: str, tokenizer: Any, count: int, length: int, longest: int
+) -> tuple[list[Tensor], list[int]]:
+    """``count`` texts of ``length`` tokens (other documents first, then later pieces), and a haystack for ``longest``."""
+    import torch
+
+    from kvpop.data import texts_from, tokenize
+
+    documents: list[list[int]] = []
+    for document in tokenize(texts_from(data, tokenizer), tokenizer):
+        documents.append(document.tolist())
+        if sum(len(d) >= length for d in documents) >= count and sum(map(len, documents)) >= longest:
+            break
+    ends = range(length, max(map(len, documents)) + 1, length)
+    pieces = [document[end - length : end] for end in ends for document in documents if len(document) >= end]
+    if len(pieces) < count:
+        raise ValueError(f"--texts {count}: {data} has only {len(pieces)} pieces of {length} tokens")
+    return [torch.tensor(piece) for piece in pieces[:count]], [token for document in documents for token in document]
+
+
+def retrieval_prompts(
+    tokenizer: Any, haystack: list[int], lengths: list[int], depths: list[float], passkeys: int, needles: int, seed: int
+) -> list[RetrievalPrompt]:
+    import numpy as np
+
+    from kvpop.tasks import needle_prompt, passkey_prompt
+
+    prompts = []
+    for length in lengths:
+        for i in range(passkeys):
+            for j, depth in enumerate(depths):
+                prompts.append(
+                    passkey_prompt(tokenizer, haystack, length, depth, np.random.default_rng([seed, length, i, j]))
+                )
+        for i in range(needles):
+            rng = np.random.default_rng([seed, length, i])
+            prompts.append(needle_prompt(tokenizer, haystack, length, NEEDLE_KEYS, rng))
+    return prompts
+
+
+def retrieval_cells(task: str, scores: RetrievalScores, depths: list[float]) -> list[dict[str, Any]]:
+    """Results by length and depth; an answer counts at the nearest of ``depths``."""
+    cells: dict[tuple[int, float], list[int]] = {}
+    for i, (length, depth) in enumerate(zip(scores.length, scores.depth)):
+        cells.setdefault((length, min(depths, key=lambda place: abs(place - depth))), []).append(i)
+    return [
+        {
+            "task": task,
+            "length": length,
+            "depth": depth,
+            "exact": sum(scores.exact[i] for i in members) / len(members),
+            "nll": sum(scores.nll[i] for i in members) / len(members),
+            "answers": len(members),
+        }
+        for (length, depth), members in sorted(cells.items())
+    ]
+
+
+def comparison(
+    adapters: list[Path], policies: list[str], budgets: list[int], sinks: int | None, window: int | None
+) -> list[Entry]:
+    """Dense, then every policy and every adapter at every budget (without budgets: the adapters' own, or 256)."""
+    from kvpop.adapter import load_policy
+    from kvpop.measure import Entry
+    from kvpop.policies import Dense, policy_by_name
+
+    for directory in adapters:
+        if read_adapter(directory).get("base_weights"):
+            raise ValueError(f"{directory} changes the weights of the model: eval compares policies on one model")
+    first = adapters[0] if adapters else None
+    entries = [Entry("dense", None, Dense())]
+    own = {chosen_budget(None, sinks, window, directory).slots for directory in adapters}
+    for slots in sorted(set(budgets) or own or {chosen_budget(None, sinks, window, None).slots}):
+        for name in dict.fromkeys(policies):
+            policy = policy_by_name(name, chosen_budget(slots, sinks, window, first))
+            if name != "dense":
+                entries.append(Entry(name, slots, policy))
+        for directory in adapters:
+            trained = load_policy(directory, chosen_budget(slots, sinks, window, directory))
+            same = [d for d in adapters if d.resolve().name == directory.resolve().name]
+            entries.append(Entry(directory.resolve().name if len(same) == 1 else str(directory), slots, trained))
+    return entries

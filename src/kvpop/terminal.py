@@ -1,0 +1,97 @@
+"""What the commands show: a training bar, tables, strict JSON. Results go to stdout, progress to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+OUT, ERR = Console(), Console(stderr=True, highlight=False)
+
+
+class TrainingProgress(Progress):
+    """A bar with loss, accuracy, recall, tokens/s and time left; where stderr is no terminal, about 20 lines of text."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(
+            BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), console=ERR, disable=not ERR.is_terminal,
+        )  # fmt: skip
+        self.steps = steps
+        self.task = self.add_task("first step", total=steps)
+
+    def show(self, record: dict[str, Any]) -> None:
+        names = {"score_loss": "loss", "accuracy": "accuracy", "recall": "recall", "kl": "KL"}
+        parts = [f"{label} {record[name]:.3f}" for name, label in names.items() if name in record]
+        line = ", ".join([*parts, f"{record['tokens_per_s']:,.0f} tokens/s"])
+        self.update(self.task, completed=record["step"], description=line)
+        if self.disable and record["step"] % max(1, self.steps // 20) == 0:
+            typer.echo(f"step {record['step']} of {self.steps}: {line}", err=True)
+
+
+def as_strict_json(value: Any) -> str:
+    """JSON without NaN and infinities, which the standard does not know: they become null."""
+
+    def finite(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {key: finite(item) for key, item in x.items()}
+        if isinstance(x, list | tuple):
+            return [finite(item) for item in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(finite(value), indent=2)
+
+
+def print_json(value: Any) -> None:
+    typer.echo(as_strict_json(value))
+
+
+def print_facts(facts: dict[str, Any], console: Console) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for key, value in facts.items():
+        shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+        table.add_row(key.replace("_", " "), shown)
+    console.print(table, markup=False)
+
+
+def print_comparison(rows: list[dict[str, Any]]) -> None:
+    names = ("kl", "agreement", "perplexity", "passkey", "needle")
+    titles = {"kl": "KL to dense", "agreement": "agreement with dense"}
+    keys = [name for name in names if any(name in row for row in rows)]
+    table = Table("policy", "budget", *(titles.get(key, key) for key in keys))
+    for row in rows:
+        table.add_row(row["policy"], str(row["budget"] or "-"), *(f"{row[key]:.4f}" for key in keys))
+    OUT.print(table)
+    if "by_position" in rows[0]:
+        spans = (f"{part['from']}-{part['to'] - 1}" for part in rows[0]["by_position"])
+        table = Table("policy", "budget", *spans, title="KL to dense by position", title_justify="left")
+        for row in rows:
+            table.add_row(
+                row["policy"], str(row["budget"] or "-"), *(f"{part['kl']:.4f}" for part in row["by_position"])
+            )
+        OUT.print(table)
+    cells = [(row, cell) for row in rows for cell in row.get("retrieval", [])]
+    if cells:
+        sweep = Table(
+            "policy",
+            "budget",
+            "task",
+            "length",
+            "depth",
+            "exact",
+            "NLL",
+            "answers",
+            title="retrieval (NLL in nats a token)",
+            title_justify="left",
+        )
+        for row, cell in cells:
+            sweep.add_row(
+                row["policy"], str(row["budget"] or "-"), cell["task"], f"{cell['length']:,}", f"{cell['depth']:g}",
+                f"{cell['exact']:.2f}", f"{cell['nll']:.3f}", str(cell["answers"]),
+            )  # fmt: skip
+        OUT.print(sweep)
