@@ -387,7 +387,11 @@ def test_debug_shows_the_traceback():
 
 def test_demo_is_handed_its_options(tmp_path, monkeypatch):
     given = []
-    module = types.SimpleNamespace(run_demo=lambda *options: given.append(options))
+    module = types.SimpleNamespace(
+        run_demo=lambda *options: (
+            given.append(options) or ({"rows": [], "model": "m", "settings": {"length": 1, "start": 1}}, ["so"])
+        )
+    )
     monkeypatch.setitem(sys.modules, "kvpop.demo", module)
     assert call("demo", "--out", tmp_path, "--minutes", "3").exit_code == 0
     assert given == [(tmp_path, 3.0)]

@@ -30,7 +30,16 @@ from kvpop.jobs import (
     retrieval_prompts,
     training_stream,
 )
-from kvpop.terminal import ERR, OUT, TrainingProgress, as_strict_json, print_comparison, print_facts, print_json
+from kvpop.terminal import (
+    ERR,
+    OUT,
+    TrainingProgress,
+    as_strict_json,
+    print_comparison,
+    print_demo,
+    print_facts,
+    print_json,
+)
 
 MB = 1e6
 
@@ -373,13 +382,18 @@ def evaluate(
 def demo(
     out: Annotated[Path, typer.Option(help="Directory of report, figures and adapter.")] = Path("out/demo"),
     minutes: Annotated[float, typer.Option(help="About how long it may take.")] = 10.0,
+    as_json: JsonOption = False,
 ) -> None:
     """Train on the embedded model, compare policies, and show memory staying flat: the whole story on a CPU."""
     if not minutes > 0:
         raise ValueError(f"--minutes must be positive, got {minutes}")
     from kvpop.demo import run_demo
 
-    run_demo(out, minutes)
+    report, lines = run_demo(out, minutes)
+    if as_json:
+        print_json(report)
+    else:
+        print_demo(report, lines)
 
 
 @app.command()

@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -36,7 +34,8 @@ from kvpop.plots import demo_figure
 from kvpop.policies import Dense, KVpop, Oracle, Random, Streaming, Tova
 from kvpop.rollout import generate
 from kvpop.scorers import build_scorer
-from kvpop.tasks import RetrievalPrompt, needle_prompt, passkey_prompt, training_retrieval_document
+from kvpop.tasks import RetrievalPrompt, mixed_prompt, training_retrieval_document
+from kvpop.terminal import ERR
 
 LENGTH = 1024
 SINKS, WINDOW = 4, 32
@@ -52,34 +51,33 @@ class Plan:
     """How much work the machine gets: training steps of one sequence each, texts and prompts to compare on."""
 
     steps: int
-    updates: int = 6
+    updates: int = 4
     texts: int = 4
-    passkeys: int = 4
-    needles: int = 3
+    prompts: int = 4
 
     @classmethod
     def for_machine(cls, seconds_a_pass: float, minutes: float) -> Plan:
         """The full plan where a dense pass of 1,024 tokens takes up to 5 s and there are 10 minutes, less in proportion."""
         share = min(1.0, 5.0 / seconds_a_pass) * min(1.0, minutes / 10)
         if share >= 1:
-            return cls(steps=16)
-        scaled = [max(2, int(n * share)) for n in (cls.texts, cls.passkeys, cls.needles)]
-        return cls(max(6, int(16 * share)), cls.updates, *scaled)
+            return cls(steps=14)
+        scaled = [max(2, int(n * share)) for n in (cls.texts, cls.prompts)]
+        return cls(max(6, int(14 * share)), cls.updates, *scaled)
 
 
-def run_demo(out: Path, minutes: float = 10.0, *, quiet: bool = False) -> dict[str, Any]:
-    """Run it all and write ``report.json`` and ``report.png`` into ``out``; the trained adapters lie beside them.
+def run_demo(out: Path, minutes: float = 10.0) -> tuple[dict[str, Any], list[str]]:
+    """Run it all; return the report and what it says in sentences.
 
-    ``minutes`` bounds the time on two cores, after installation and the one-time conversion of the model.
+    Writes ``report.json`` and ``report.png`` into ``out``; the trained adapters lie beside them. ``minutes`` bounds the
+    time on two cores, after installation and the one-time conversion of the model.
     """
     if not minutes > 0:
         raise ValueError(f"minutes must be positive, got {minutes}")
     out.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True, quiet=quiet)
     started = time.perf_counter()
     with Progress(
         TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.completed:>4}/{task.total}"),
-        TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=console,
+        TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=ERR,
     ) as progress:  # fmt: skip
         loading = progress.add_task("load SmolLM2-135M and the texts", total=3, note="(first time: converts the model)")
         model, tokenizer = load_base("smollm2")
@@ -112,7 +110,7 @@ def run_demo(out: Path, minutes: float = 10.0, *, quiet: bool = False) -> dict[s
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {"kvpop": kvpop.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "command": "make demo",
-        "settings": {"length": LENGTH, "sinks": SINKS, "window": WINDOW, **vars(plan)},
+        "settings": {"length": LENGTH, "start": max(BUDGETS), "sinks": SINKS, "window": WINDOW, **vars(plan)},
         "rows": rows,
         "generation": generation,
         "seconds": round(time.perf_counter() - started, 1),
@@ -120,10 +118,9 @@ def run_demo(out: Path, minutes: float = 10.0, *, quiet: bool = False) -> dict[s
     report["findings"] = findings(report)
     write_json(out / "report.json", report)
     demo_figure(report, out / "report.png")
-    if not quiet:
-        show(report, Console())
-        console.print(f"written: {out / 'report.json'}, {out / 'report.png'}; adapters in {out}/kvpop-mlp, {out}/kvpop")
-    return report
+    adapters = " and ".join(str(out / name) for name in SCORERS)
+    where = f"Written: {out / 'report.json'}, {out / 'report.png'}; the adapters are in {adapters}."
+    return report, [*findings(report), where]
 
 
 def budget_of(slots: int) -> Budget:
@@ -184,11 +181,7 @@ def _prompts(tokenizer: Any, held_out: list[Any], plan: Plan) -> list[RetrievalP
     rng = np.random.default_rng(1)
     length = LENGTH - 24
     hay = [tokens[LENGTH:] if len(tokens) > 2 * LENGTH + 64 else tokens for tokens in held_out]
-    prompts = [
-        passkey_prompt(tokenizer, hay[i % len(hay)], length, (i + 0.5) / plan.passkeys, rng)
-        for i in range(plan.passkeys)
-    ]
-    return prompts + [needle_prompt(tokenizer, hay[i % len(hay)], length, NEEDLES, rng) for i in range(plan.needles)]
+    return [mixed_prompt(tokenizer, hay[i % len(hay)], length, NEEDLES, rng) for i in range(plan.prompts)]
 
 
 def _entries(policies: dict[str, Trained], model: PreTrainedModel) -> list[Entry]:
@@ -218,9 +211,7 @@ def _compare(
     task = progress.add_task(f"compare on {len(texts)} held-out texts", total=len(texts) * (len(entries) + 1), note="")
     scores = compare_texts(model, texts, entries, start, lambda what: progress.update(task, advance=1, note=what))
     progress.update(task, note="")
-    task = progress.add_task(
-        f"compare on {len(prompts)} passkey and needle prompts", total=len(prompts) * len(entries), note=""
-    )
+    task = progress.add_task(f"compare on {len(prompts)} retrieval prompts", total=len(prompts) * len(entries), note="")
     retrieval = compare_retrieval(model, prompts, entries, lambda what: progress.update(task, advance=1, note=what))
     progress.update(task, note="")
     rows = []
@@ -285,11 +276,13 @@ def findings(report: dict[str, Any]) -> list[str]:
         wins = [p for p, row in others.items() if ours["kl"] < row["kl"] and ours["agreement"] > row["agreement"]]
         losses = [p for p in others if p not in wins]
         stream = others["streaming"]
+        less = 1 - ours["kl"] / stream["kl"]
         lines.append(
             f"At {slots} slots ({slots / LENGTH:.1%} of {LENGTH} tokens) {name} is the better scorer: KL to dense "
-            f"{ours['kl']:.3f} against {stream['kl']:.3f} for StreamingLLM ({1 - ours['kl'] / stream['kl']:+.0%} less), top-1 agreement "
-            f"{ours['agreement']:.1%} against {stream['agreement']:.1%}. It beats {', '.join(wins) or 'none of the baselines'} "
-            f"on both measures{'' if not losses else '; it does not beat ' + ', '.join(losses)}."
+            f"{ours['kl']:.3f} against {stream['kl']:.3f} for StreamingLLM ({less:.0%} less), top-1 agreement "
+            f"{ours['agreement']:.1%} against {stream['agreement']:.1%}. "
+            + (f"It beats {', '.join(wins)} on both measures. " if wins else "")
+            + (f"It does not beat {', '.join(losses)} on both." if losses else "")
         )
         lines.append(
             f"  The oracle, which knows the future attention, reaches KL {oracle['kl']:.3f}: the scorer closed "
@@ -306,24 +299,3 @@ def findings(report: dict[str, Any]) -> list[str]:
         + f"; a dense cache would hold {g['bytes_dense'] / 1e6:.2f} MB and still grow."
     )  # fmt: skip
     return lines
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    """The table and the sentences."""
-    table = Table(
-        title=f"{report['model']}, held-out maths text of {LENGTH} tokens, measured from token {max(BUDGETS)} on"
-    )
-    for column in ("policy", "slots", "KL to dense", "agreement", "perplexity", "passkey", "needle", "answer NLL"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for row in report["rows"]:
-        nll = (row["passkey_nll"] * row["passkey_answers"] + row["needle_nll"] * row["needle_answers"]) / (
-            row["passkey_answers"] + row["needle_answers"]
-        )
-        table.add_row(
-            row["policy"], str(row["budget"] or "all"), f"{row['kl']:.4f}", f"{row['agreement']:.1%}",
-            f"{row['perplexity']:.3f}",
-            f"{row['passkey']:.0%}", f"{row['needle']:.0%}", f"{nll:.2f}", end_section=row["policy"] in ("dense", "oracle"),
-        )  # fmt: skip
-    console.print(table)
-    for line in report["findings"]:
-        console.print(line, soft_wrap=True)

@@ -181,11 +181,12 @@ def compare_retrieval(
             for entry, by_task in zip(entries, results):
                 hidden_BSE = hidden_states(attach(model, entry.policy), ids_BS)
                 for prompt, hidden_SE in zip((prompts[i] for i in group), hidden_BSE):
-                    score = by_task.setdefault(prompt.task, RetrievalScores())
                     first = min(start for start, _ in prompt.answers) - 1  # logits at p predict token p + 1
                     with torch.no_grad():
                         logits_QV = model.get_output_embeddings()(hidden_SE[first:]).float().cpu()
-                    for span, depth in zip(prompt.answers, prompt.depths):
+                    tasks = prompt.tasks or (prompt.task,) * len(prompt.answers)
+                    for span, depth, task in zip(prompt.answers, prompt.depths, tasks):
+                        score = by_task.setdefault(task, RetrievalScores())
                         exact, nll = score_retrieval(logits_QV, prompt.tokens, span)
                         score.exact.append(exact)
                         score.nll.append(nll)

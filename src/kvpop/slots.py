@@ -272,6 +272,38 @@ class AttendedSlots(Slots):
     def replace(self, tensors: list[Tensor]) -> None:
         self.keys, self.values, self.position, self.seen = tensors
 
+    def step(self, q_BR1D: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, scale: float) -> Tensor:
+        """Attend to the held tokens and the new one, then drop the least attended of them all; slots stay in place."""
+        B, H, M, D = self.keys.shape
+        wide = torch.promote_types(q_BR1D.dtype, torch.float32)
+        q_BHGD = q_BR1D.to(wide).mul(scale).view(B, H, -1, D)
+        keys, new_key = self.keys.to(wide), k_BH1D.to(wide)
+        held_BM = self.position[:, 0] >= 0
+        logits = torch.cat([q_BHGD @ keys.transpose(-1, -2), q_BHGD @ new_key.transpose(-1, -2)], dim=-1)
+        logits[..., :M].masked_fill_(~held_BM[:, None, None], -torch.inf)
+        weight_BHGT = logits.softmax(-1)
+        out = weight_BHGT[..., :M] @ self.values.to(wide) + weight_BHGT[..., M:] @ v_BH1D.to(wide)
+        now_B1 = self.seen[:, None].clone()
+        position_BT = torch.cat([self.position[:, 0], now_B1.int()], dim=-1)
+        victim_B1 = least(weight_BHGT.mean((1, 2)), position_BT, torch.ones_like(position_BT, dtype=torch.bool))[
+            :, None
+        ]
+        slot_B1 = torch.where(now_B1 < M, now_B1, victim_B1)
+        stored_B1 = slot_B1 < M  # a new token that is itself the least attended is not stored
+        index_BH1 = slot_B1.clamp(max=M - 1)[:, None].expand(B, H, 1)
+        for kept, new in ((self.keys, k_BH1D), (self.values, v_BH1D)):
+            kept.scatter_(
+                2,
+                index_BH1[..., None].expand_as(new),
+                torch.where(stored_B1[..., None, None], new, take(kept, index_BH1)),
+            )
+        new_position = now_B1[:, None].expand(B, H, 1).int()
+        self.position.scatter_(
+            2, index_BH1, torch.where(stored_B1[:, None], new_position, take(self.position, index_BH1))
+        )
+        self.seen += 1
+        return out.view(q_BR1D.shape[:3] + out.shape[-1:]).to(q_BR1D.dtype)
+
     def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:
         B, H, n, D = k_BHnD.shape
         offset_n = torch.arange(n, device=k_BHnD.device)

@@ -95,3 +95,26 @@ def print_comparison(rows: list[dict[str, Any]]) -> None:
                 f"{cell['exact']:.2f}", f"{cell['nll']:.3f}", str(cell["answers"]),
             )  # fmt: skip
         OUT.print(sweep)
+
+
+def print_demo(report: dict[str, Any], lines: list[str]) -> None:
+    """The demo's table, and its sentences."""
+    settings = report["settings"]
+    table = Table(
+        title=f"{report['model']}, held-out maths text of {settings['length']} tokens, "
+        f"measured from token {settings['start']} on"
+    )
+    for column in ("policy", "slots", "KL to dense", "agreement", "perplexity", "passkey", "needle", "answer NLL"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for row in report["rows"]:
+        nll = (row["passkey_nll"] * row["passkey_answers"] + row["needle_nll"] * row["needle_answers"]) / (
+            row["passkey_answers"] + row["needle_answers"]
+        )
+        table.add_row(
+            row["policy"], str(row["budget"] or "all"), f"{row['kl']:.4f}", f"{row['agreement']:.1%}",
+            f"{row['perplexity']:.3f}",
+            f"{row['passkey']:.0%}", f"{row['needle']:.0%}", f"{nll:.2f}", end_section=row["policy"] in ("dense", "oracle"),
+        )  # fmt: skip
+    OUT.print(table)
+    for line in lines:
+        OUT.print(line, soft_wrap=True)

@@ -31,9 +31,9 @@ class TovaLayer(LayerPolicy):
         pieces = []
         for t in range(L):
             here = slice(t, t + 1)
-            before = slots.position[:, 0].long().clone()
+            before = slots.position[:, 0].long()
             pieces.append(slots.step(q_rows[:, :, here], k_rows[:, :, here], v_rows[:, :, here], scale))
-            if t >= self.size:  # exactly one of the held and the new token was dropped after this query
+            if seq.observe is not None and t >= self.size:  # exactly one of held and new token was dropped
                 old = torch.cat([before, before.new_full((N, 1), t)], 1)
                 gone = ~(old[:, :, None] == slots.position[:, 0].long()[:, None]).any(-1)
                 expiry.scatter_(1, old.gather(1, gone.int().argmax(1, keepdim=True)), t + 1)

@@ -27,7 +27,7 @@ class RetrievalPrompt:
 
     ``tokens``: all token ids. ``answers``: for each question the (start, end) span of its answer in ``tokens``, without
     leading white space. ``answer_texts``: the same as text. ``depths``: for each question where its fact stands, from 0
-    (start of the haystack) to 1 (end). ``task``: name of the task.
+    (start of the haystack) to 1 (end). ``task``: name of the task; ``tasks``: of each answer, where a prompt mixes several.
     """
 
     tokens: list[int]
@@ -35,6 +35,7 @@ class RetrievalPrompt:
     answer_texts: list[str]
     depths: list[float]
     task: str
+    tasks: tuple[str, ...] = ()
 
     @property
     def length(self) -> int:

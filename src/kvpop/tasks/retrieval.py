@@ -94,6 +94,42 @@ def needle_prompt(
     )
 
 
+def mixed_prompt(
+    tokenizer: Tokenizer, haystack_tokens: Sequence[int] | None, length: int, keys: int, rng: np.random.Generator
+) -> RetrievalPrompt:
+    """A passkey and ``keys`` needles in one haystack, all asked for at the end: one pass measures both tasks.
+
+    Raises ValueError as ``needle_prompt`` does.
+    """
+    if not 1 <= keys <= len(NEEDLE_KEYS):
+        raise ValueError(f"keys must be between 1 and {len(NEEDLE_KEYS)}, got {keys}")
+    words = [NEEDLE_KEYS[i] for i in rng.choice(len(NEEDLE_KEYS), keys, replace=False)]
+    passkey, *numbers = [str(n + 10_000) for n in rng.choice(90_000, keys + 1, replace=False)]
+    depths = [float(rng.random()), *((i + float(rng.random())) / keys for i in range(keys))]
+    texts = [PASSKEY_FACT.format(key=passkey)]
+    texts += [NEEDLE_FACT.format(word=word, number=number) for word, number in zip(words, numbers)]
+    facts = [(depth, Piece(encode(tokenizer, text))) for depth, text in zip(depths, texts)]
+    before = Piece(opening(tokenizer)).add(
+        encode(
+            tokenizer, "A pass key and some special magic numbers are hidden in the following text. Memorize them.\n\n"
+        )
+    )
+    after = Piece().add(encode(tokenizer, PASSKEY_QUESTION)).add_answer(tokenizer, passkey).add(encode(tokenizer, "."))
+    order = [int(i) for i in rng.permutation(keys)]
+    for i in order:
+        after.add(encode(tokenizer, NEEDLE_QUESTION.format(word=words[i]))).add_answer(tokenizer, numbers[i])
+        after.add(encode(tokenizer, "."))
+    document = assemble(tokenizer, haystack_tokens, length, before, facts, after, rng)
+    return RetrievalPrompt(
+        document.tokens,
+        document.answers,
+        [passkey, *(numbers[i] for i in order)],
+        [depths[0], *(depths[1 + i] for i in order)],
+        "mixed",
+        ("passkey", *["needle"] * keys),
+    )
+
+
 def score_retrieval(logits_QV: Tensor, tokens: Sequence[int], span: tuple[int, int]) -> tuple[bool, float]:
     """Score one answer of a teacher-forced pass: (every token is the most likely one, mean nats per answer token).
 

@@ -30,7 +30,8 @@ def future_log_mass(
     log-normaliser of each query, in nats; -inf (a query without keys) is read as a query that sends no mass.
 
     Returns float32 or wider [B, R, S]; -inf where there is no future query. Carries no gradient.
-    Raises ValueError for window < 1, power <= 0, lookahead < 0, shapes that do not fit, or an unknown ``impl``.
+    Raises ValueError for window < 1, power <= 0, lookahead < 0, shapes that do not fit, an unknown ``impl``,
+    or ``impl="flex"`` off a GPU.
     """
     (B, R, S, D), H = q_BRSD.shape, k_BHSD.shape[1]
     if R % H:

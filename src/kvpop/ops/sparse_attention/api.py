@@ -35,7 +35,8 @@ def sparse_attention(
     (then Q must equal T). A query without a single key gets a zero output and LSE -inf.
 
     Returns (output [B, R, Q, V] in the dtype of v, LSE [B, R, Q] in float32 or wider, natural log: Eq. 9).
-    Raises ValueError for shapes that do not fit, an unknown ``impl``, or positions with ``impl="flex"``.
+    Raises ValueError for shapes that do not fit, an unknown ``impl``, and for ``impl="flex"`` with positions or
+    off a GPU.
     """
     (B, R, Q, D), (_, H, T, _) = q_BRQD.shape, k_BHTD.shape
     if R % H:
