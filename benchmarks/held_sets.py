@@ -92,7 +92,12 @@ def main() -> None:
             print(row, flush=True)
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
     versions = {"kvpop": kvpop.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    report = {"command": " ".join(["python", *sys.argv]), "device": device, "versions": versions, "rows": rows}
+    report = {
+        "command": " ".join(["python benchmarks/held_sets.py", *sys.argv[1:]]),
+        "device": device,
+        "versions": versions,
+        "rows": rows,
+    }
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=2) + "\n")

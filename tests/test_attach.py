@@ -189,8 +189,8 @@ def test_another_cache_implementation_is_refused(kind: str) -> None:
         generated(attach(tiny_model(), KVpop(BUDGET)), prompt(), cache_implementation=kind)
 
 
-def test_prompt_lookup_decoding_is_refused() -> None:
-    with pytest.raises(ValueError, match="cropped"):
+def test_prompt_lookup_decoding_is_refused_before_it_starts() -> None:
+    with pytest.raises(ValueError, match="roll the cache back, which a bounded cache cannot do"):
         generated(attach(tiny_model(), KVpop(BUDGET)), prompt(), prompt_lookup_num_tokens=3)
 
 

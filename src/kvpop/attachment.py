@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.generation import GenerationMode
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvpop.cache import BoundedCache
@@ -165,6 +166,9 @@ def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
     def prepare_cache(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
+        mode = next((a for a in (*args, *kwargs.values()) if isinstance(a, GenerationMode)), None)
+        if mode == GenerationMode.ASSISTED_GENERATION:
+            raise ValueError("assisted and prompt-lookup decoding roll the cache back, which a bounded cache cannot do")
         if model_kwargs.get(name) is None and generation_config.use_cache is not False:
             if generation_config.cache_implementation is not None:
                 raise ValueError(

@@ -53,12 +53,12 @@ class Plan:
     steps: int
     updates: int = 4
     texts: int = 4
-    prompts: int = 4
+    prompts: int = 3
 
     @classmethod
     def for_machine(cls, seconds_a_pass: float, minutes: float) -> Plan:
-        """The full plan where a dense pass of 1,024 tokens takes up to 5 s and there are 10 minutes, less in proportion."""
-        share = min(1.0, 5.0 / seconds_a_pass) * min(1.0, minutes / 10)
+        """The full plan where a dense pass of 1,024 tokens takes up to 3.5 s and there are 10 minutes, less in proportion."""
+        share = min(1.0, 3.5 / seconds_a_pass) * min(1.0, minutes / 10)
         if share >= 1:
             return cls(steps=14)
         scaled = [max(2, int(n * share)) for n in (cls.texts, cls.prompts)]
