@@ -257,3 +257,10 @@ def test_missing_and_damaged_files_are_named(saved: Path, tmp_path: Path) -> Non
 def test_an_adapter_from_before_a_setting_existed_gets_its_default(saved: Path) -> None:
     edit_config(saved, lambda c: c["policy"].pop("decay_step"))
     assert load_policy(saved).policy == KVpop(BUDGET, scorer="mlp", hidden=5)
+
+
+def test_an_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
+    policy = KVpop(Budget(1, 4, 4))
+    save_adapter(attach(tiny_model("llama"), policy), policy, tmp_path, model_id="llama")
+    with pytest.raises(AdapterError, match="type llama in the adapter, qwen3 in the model"):
+        load(tiny_model("qwen3"), tmp_path)

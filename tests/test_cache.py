@@ -710,3 +710,50 @@ def test_random_scores_are_uniform_and_independent() -> None:
     centred = score - 0.5
     assert abs((centred[0] * centred[1]).mean().item()) < 0.003
     assert (centred[:, 1:] * centred[:, :-1]).mean(-1).abs().max() < 0.003
+
+
+# Found by review
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_cache_is_refused_once_the_attention_implementation_was_changed(layers: int) -> None:
+    model, ids = model_with(KVpop(SMALL)), text(1, 21)
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers = layers
+    cache = BoundedCache(model)
+    feed(model, cache, ids[:, :20])
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="now attends with 'sdpa', not 'kvpop'"):
+        feed(model, cache, ids[:, 20:])
+    model.config._attn_implementation = "kvpop"
+    assert HANDOVER.take() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_outside_no_grad_keeps_no_graph(kind: str) -> None:
+    model = model_with(make(kind)).requires_grad_(True)
+    cache = BoundedCache(model)
+    for t in range(12):
+        model(text(1, 12)[:, t : t + 1], **{cache_argument(model): cache})
+    assert all(not tensor.requires_grad for store in cache.stores for tensor in store.tensors())
+    copy.deepcopy(cache)
+
+
+def test_an_attention_mask_that_does_not_fit_is_refused() -> None:
+    model, ids = model_with(KVpop(SMALL)), text(1, 10)
+    with pytest.raises(ValueError, match="covers 7 tokens"):
+        model(ids, attention_mask=torch.ones(1, 7, dtype=torch.long), use_cache=False)
+    cache = BoundedCache(model)
+    feed(model, cache, ids)
+    with pytest.raises(ValueError, match="covers 10 tokens, but 11 were given, 1 of them new"):
+        feed(model, cache, ids[:, :1], attention_mask=torch.ones(1, 10, dtype=torch.long))
+    assert cache.tokens_seen() == [10]
+
+
+def test_cache_relative_positions_need_a_rotary_embedding_by_halves() -> None:
+    from transformers import CohereConfig, CohereForCausalLM
+
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = CohereForCausalLM(CohereConfig(**sizes, num_key_value_heads=2, pad_token_id=0))
+    with pytest.raises(ValueError, match="no cache-relative positions"):
+        attach(model, Streaming(Budget(1, 2, 2), positions="cache"))

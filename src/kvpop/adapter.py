@@ -157,6 +157,15 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             raise AdapterError(f"{path} has no {key!r} section")
     if config["policy"].get("name") != "kvpop":
         raise AdapterError(f"{path} holds policy {config['policy'].get('name')!r}, expected 'kvpop'")
+    policy = config["policy"]
+    if "budget" not in policy:
+        raise AdapterError(f"{directory}: the policy has no budget")
+    try:
+        Budget(**policy["budget"])
+    except (TypeError, ValueError) as error:
+        raise AdapterError(f"{directory}: the budget {policy['budget']} cannot be used: {error}") from error
+    if not isinstance(policy.get("decay_range", []), list):
+        raise AdapterError(f"{directory}: decay_range must be a list of two numbers, got {policy['decay_range']!r}")
     return config
 
 
@@ -167,15 +176,9 @@ def load_policy(directory: str | Path, budget: Budget | None = None) -> Trained:
     known = {field.name for field in dataclasses.fields(KVpop)}
     if fields.keys() - known:
         raise AdapterError(f"{directory}: unknown policy settings {sorted(fields.keys() - known)}")
-    if "budget" not in fields:
-        raise AdapterError(f"{directory}: the policy has no budget")
-    try:
-        own = Budget(**fields["budget"])
-    except (TypeError, ValueError) as error:
-        raise AdapterError(f"{directory}: the budget {fields['budget']} cannot be used: {error}") from error
     if "decay_range" in fields:
         fields["decay_range"] = tuple(fields["decay_range"])
-    fields["budget"] = own if budget is None else budget
+    fields["budget"] = Budget(**fields["budget"]) if budget is None else budget
     return Trained(KVpop(**fields), read_tensors(Path(directory) / SCORERS))
 
 
@@ -206,11 +209,12 @@ def load(
         model, _ = load_base(base_model, **options)
     else:
         model = base_model
-    here, there = model_shape(model), {key: config["model"].get(key) for key in model_shape(model)}
+    here: dict[str, Any] = {"type": model.config.model_type, **model_shape(model)}
+    there = {key: config["model"].get(key) for key in here}
     wrong = [f"{key} {there[key]} in the adapter, {here[key]} in the model" for key in here if here[key] != there[key]]
     if wrong:
         raise AdapterError(f"{directory} was trained for {config['model'].get('id')}: {'; '.join(wrong)}")
-    known = {f"layers.{layer}." for layer in range(here["layers"])}
+    known = {f"layers.{layer}." for layer in range(int(here["layers"]))}
     stray = sorted(n for n in trained.tensors if ".".join(n.split(".")[:2]) + "." not in known)
     if stray:
         raise AdapterError(f"{directory}: unexpected tensors {stray}")

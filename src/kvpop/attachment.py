@@ -7,6 +7,7 @@ One attention function and one mask function are registered with transformers on
 from __future__ import annotations
 
 import inspect
+import sys
 from types import MethodType
 from typing import Any
 
@@ -16,12 +17,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvpop.cache import BoundedCache
+from kvpop.cache import IMPLEMENTATION, BoundedCache
 from kvpop.documents import Documents
 from kvpop.policies import LayerPolicy, LayerShape, Policy, SequencePass
 from kvpop.policies.base import HANDOVER, Rotary
 
-IMPLEMENTATION = "kvpop"
 CHILD = "kvpop"
 
 
@@ -50,6 +50,8 @@ def attention(
         raise ValueError(f"attention dropout is {dropout}: kvpop attends without dropout, set it to 0")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"kvpop takes a 2-D padding mask, got shape {tuple(attention_mask.shape)}")
+    if attention_mask is not None and attention_mask.shape[1] != query.shape[2]:
+        raise ValueError(f"the attention mask covers {attention_mask.shape[1]} tokens, the input has {query.shape[2]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if given is not None:
         if kvpop is not None:
@@ -81,9 +83,18 @@ def _documents(query: Tensor, valid_BS: Tensor | None, position_ids: Tensor | No
     return Documents(restarts.cumsum(-1))
 
 
-def padding_mask(*, q_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+def padding_mask(
+    *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
     """The registered mask function: which of the q_length new tokens are real, [B, q_length]; None if all are."""
-    return None if attention_mask is None else attention_mask[:, -int(q_length) :].bool()
+    if attention_mask is None:
+        return None
+    covered = attention_mask.shape[-1]
+    if covered not in (int(q_length), int(kv_length)):
+        raise ValueError(
+            f"the attention mask covers {covered} tokens, but {int(kv_length)} were given, {int(q_length)} of them new"
+        )
+    return attention_mask[:, -int(q_length) :].bool()
 
 
 def attention_modules(model: nn.Module) -> list[Any]:
@@ -102,6 +113,9 @@ def _rotary(model: nn.Module) -> Rotary | None:
     if module is None or getattr(module, "rope_type", "default") in ("dynamic", "longrope"):
         return None  # frequencies that depend on the length of the input: no fixed rotation by a distance
 
+    if not _turns_halves(model):
+        return None
+
     def cos_sin(position_Bn: Tensor) -> tuple[Tensor, Tensor]:
         like = torch.empty(0, dtype=torch.float32, device=position_Bn.device)
         cos, sin = module(like, position_Bn)
@@ -113,6 +127,20 @@ def _rotary(model: nn.Module) -> Rotary | None:
 def cache_argument(model: nn.Module) -> str:
     """The name under which this transformers release takes a cache: "cache" (newer) or "past_key_values"."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _turns_halves(model: nn.Module) -> bool:
+    """Whether the model's own rotary embedding pairs channel i with channel i + D/2, as ``rotate_back`` does."""
+    source = sys.modules[type(attention_modules(model)[0]).__module__]
+    apply = getattr(source, "apply_rotary_pos_emb", None)
+    if apply is None:
+        return False
+    x, angle = torch.arange(1.0, 9.0).view(1, 1, 1, 8), torch.full((1, 1, 8), 0.5)
+    halves = x * angle.cos() + torch.cat([-x[..., 4:], x[..., :4]], dim=-1) * angle.sin()
+    try:
+        return torch.allclose(apply(x, x, angle.cos(), angle.sin())[0], halves)
+    except (TypeError, RuntimeError):
+        return False
 
 
 def attached_policies(model: nn.Module) -> list[LayerPolicy]:
@@ -132,7 +160,16 @@ def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
     if not kinds:
         sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if sliding else "full_attention"] * len(modules)
+    for name in ("attn_logit_softcapping", "attention_sinks"):
+        if getattr(config, name, None):
+            raise ValueError(
+                f"{type(model).__name__} has {name} {getattr(config, name)}, which kvpop does not support yet"
+            )
     for module in modules:
+        if not hasattr(module, "head_dim") or not hasattr(module, "scaling"):
+            raise ValueError(
+                f"{type(module).__name__} has no head_dim: only attention with one key and value per KV head fits"
+            )
         if kinds[module.layer_idx] != "full_attention":
             raise ValueError(
                 f"layer {module.layer_idx} of {type(model).__name__} is {kinds[module.layer_idx]} (sliding_window "

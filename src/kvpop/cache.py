@@ -13,6 +13,9 @@ from kvpop.policies import LayerPolicy
 from kvpop.policies.base import HANDOVER
 from kvpop.slots import Slots
 
+IMPLEMENTATION = "kvpop"
+"""The name under which the attention function is registered with transformers."""
+
 
 class BoundedLayer(CacheLayerMixin):
     """One layer's store behind the transformers interface.
@@ -25,15 +28,15 @@ class BoundedLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, policy: LayerPolicy) -> None:
+    def __init__(self, policy: LayerPolicy, config: Any) -> None:
         super().__init__()
-        self.policy = policy
+        self.policy, self.config = policy, config
         self.slots: Slots | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedLayer:
         """A copy with its own store, for the same model: the policy and its scorer are shared."""
         memo.update({id(module): module for module in self.policy.modules()})
-        twin = type(self)(self.policy)
+        twin = type(self)(self.policy, self.config)
         twin.slots, twin.is_initialized = copy.deepcopy(self.slots, memo), self.is_initialized
         return twin
 
@@ -52,6 +55,10 @@ class BoundedLayer(CacheLayerMixin):
         if not self.policy.attached:
             raise ValueError(
                 "this cache belongs to a policy that is no longer attached: make a new BoundedCache(model)"
+            )
+        if self.config._attn_implementation != IMPLEMENTATION:
+            raise ValueError(
+                f"the model now attends with {self.config._attn_implementation!r}, not {IMPLEMENTATION!r}: attach anew"
             )
         if self.slots is None:
             self.lazy_initialization(key_states, value_states)
@@ -105,13 +112,13 @@ class BoundedCache(Cache):
     no policy attached.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         policies = sorted(
             (m for m in model.modules() if isinstance(m, LayerPolicy)), key=lambda policy: policy.shape.layer
         )
         if not policies:
             raise ValueError(f"{type(model).__name__} has no policy attached: call kvpop.attach(model, policy) first")
-        super().__init__(layers=[BoundedLayer(policy) for policy in policies])
+        super().__init__(layers=[BoundedLayer(policy, model.config.get_text_config()) for policy in policies])
 
     @property
     def stores(self) -> list[Slots]:

@@ -6,7 +6,6 @@ Results go to stdout, progress to stderr; with --json stdout holds one JSON obje
 from __future__ import annotations
 
 import copy
-import math
 import sys
 import time
 from pathlib import Path
@@ -321,7 +320,10 @@ def evaluate(
         raise ValueError("nothing to compare: give --adapter DIR or --policy NAME")
     if not texts + passkey + needle:
         raise ValueError("nothing to measure: --texts, --passkey and --needle are all 0")
-    places = [float(part) for part in depths.split(",")]
+    try:
+        places = [float(part) for part in depths.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--depths must be numbers in [0, 1] with commas between, got {depths}") from error
     if not all(0 <= depth <= 1 for depth in places):
         raise ValueError(f"--depths must lie in [0, 1], got {depths}")
     adapters = adapter or []
@@ -401,16 +403,10 @@ def info(
     directory: Annotated[Path, typer.Argument(help="Directory that distill wrote.")], as_json: JsonOption = False
 ) -> None:
     """What an adapter holds."""
-    from safetensors import safe_open
-
-    from kvpop.adapter import SCORERS
+    from kvpop.adapter import SCORERS, read_tensors
 
     config = read_adapter(directory)
-    path = directory / SCORERS
-    if not path.is_file():
-        raise FileNotFoundError(f"{directory} has no {SCORERS}")
-    with safe_open(path, "pt") as file:
-        parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    parameters = sum(tensor.numel() for tensor in read_tensors(directory / SCORERS).values())
     config = {"directory": str(directory), **config, "scorer_parameters": parameters}
     if as_json:
         print_json(config)

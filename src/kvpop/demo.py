@@ -160,15 +160,22 @@ def _train(
         note = f"boundary accuracy {record['accuracy']:.2f}, recall of the teacher {record['recall']:.2f}"
         progress.update(task, completed=record["step"], note=note)
 
+    marker = directory / "made-by-the-demo"
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        marker.touch()
+
     def run() -> bool:
         return distill(model, policy, stream, config, directory, model_id=model_id("smollm2"), on_step=on_step)
 
     try:
         finished = run()
     except ValueError as error:
-        if "belongs to another run" not in str(error):
+        if "belongs to another run" not in str(error) or not marker.exists():
             raise
-        shutil.rmtree(directory)  # an earlier demo with other settings
+        shutil.rmtree(directory)  # an earlier demo with other settings; never somebody's own run
+        directory.mkdir()
+        marker.touch()
         finished = run()
     if not finished:
         raise KeyboardInterrupt

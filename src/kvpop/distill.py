@@ -10,6 +10,7 @@ Everything random is a function of (seed, step), so a resumed run repeats the st
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -139,6 +140,7 @@ class Trainer:
             attach(model, policy)
         self.layers = attached_policies(model)
         self.done = 0
+        self.weights = weights_digest(model if teacher is None else teacher)  # what training started from
         if teacher is not None:
             attach(teacher.requires_grad_(False).eval(), Dense())
         model.eval()  # no dropout, as in the teacher
@@ -333,10 +335,13 @@ class Trainer:
         path = directory / STATE
         if not path.is_file():
             return False
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(path, "pt") as file:
-            saved = json.loads(file.metadata()["config"])
+        try:
+            with safe_open(path, "pt") as file:
+                saved = json.loads(file.metadata()["config"])
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}): remove it to start anew") from error
         mine = json.loads(json.dumps(self._identity()))
         different = [
             f"{key}: {saved.get(key)!r} there, {mine.get(key)!r} here"
@@ -375,12 +380,25 @@ class Trainer:
             config.pop(harmless)
         return flattened(
             {
-                "model": {"type": self.model.config.model_type, **model_shape(self.model)},
+                "model": {
+                    "type": self.model.config.model_type,
+                    "dtype": str(self.model.dtype),
+                    "weights": self.weights,
+                    **model_shape(self.model),
+                },
                 "run": config,
                 "policy": dataclasses.asdict(self.policy),
                 "data": self.stream.fingerprint(),
             }
         )
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A cheap fingerprint of a model's own weights: the first rows of every parameter."""
+    digest = hashlib.sha256()
+    for p in base_tensors(model).values():
+        digest.update(p.detach().flatten()[:64].double().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

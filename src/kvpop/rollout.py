@@ -110,7 +110,7 @@ def _steps(
         keywords["logits_to_keep"] = 1
     shape = attached_policies(model)[0].shape
     fresh_1n = ids_1S.to(device)
-    seen = cache.get_seq_length()
+    seen = cache.tokens_seen()[0] if cache.stores else 0  # real tokens: padding of earlier turns has no position
     for _ in range(count):
         started = time.perf_counter()
         for part_1n in fresh_1n.split(chunk, dim=1):

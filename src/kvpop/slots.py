@@ -1,8 +1,8 @@
 """The bounded store of one layer: a fixed number of slots per KV head, filled and overwritten in place.
 
 Pure torch, no transformers: an engine adapter needs nothing else. A store attends to what it holds and decides what it
-drops; ``step`` is decoding (one token a row), ``extend`` is prefill by chunks of any size. Both keep exactly the set the
-training mask keeps.
+drops; ``step`` is decoding (one token a row), ``extend`` is prefill by chunks of any size. For every policy that ranks tokens
+both keep exactly the set the training mask keeps.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ class Slots(ABC):
     tokens: int = 0
     """Tokens taken in by every row, padding included: what transformers calls the length of a cache."""
 
+    @torch.no_grad()
     def attend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, valid_Bn: Tensor | None, scale: float) -> Tensor:
         """Take in n tokens a row and return what their queries attend to, [B, R, n, D_v].
 
-        ``valid_Bn`` is False on padding, anywhere in the row: padding is never stored, never counted, and gets zeros.
+        ``valid_Bn`` is False on padding, anywhere in the row: padding is never held or counted, and gets zeros. Carries no
+        gradient: training runs on whole sequences.
         """
         self.tokens += q_BRnD.shape[2]
         if valid_Bn is not None and bool(valid_Bn.all()):

@@ -62,6 +62,8 @@ class Handover(threading.local):
     given: tuple[LayerPolicy, Slots] | None = None
 
     def give(self, policy: LayerPolicy, slots: Slots) -> None:
+        if self.take() is not None:
+            raise ValueError("the store of an earlier layer was not taken: the attention implementation was changed")
         self.given = (policy, slots)
 
     def take(self) -> tuple[LayerPolicy, Slots] | None:
@@ -162,7 +164,7 @@ def sequence_expiry(priority_NHL: Tensor, budget: Budget, documents: Documents) 
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """A named recipe. Adding one: subclass, give ``name``, ``budget`` and ``layer``, and list it in ``policies.POLICIES``."""
+    """A named recipe. Adding one: subclass, give ``name``, ``slots`` and ``layer``, and list it in ``policies.POLICIES``."""
 
     @property
     @abstractmethod
