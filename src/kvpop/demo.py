@@ -76,10 +76,10 @@ def run_demo(out: Path, minutes: float = 10.0) -> tuple[dict[str, Any], list[str
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with Progress(
-        TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.completed:>4}/{task.total}"),
+        TextColumn("{task.description:<30}"), BarColumn(bar_width=16), TextColumn("{task.completed:>4}/{task.total}"),
         TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=ERR,
     ) as progress:  # fmt: skip
-        loading = progress.add_task("load SmolLM2-135M and the texts", total=3, note="(first time: converts the model)")
+        loading = progress.add_task("load the model and the texts", total=3, note="(first time: converts the model)")
         model, tokenizer = load_base("smollm2")
         progress.advance(loading)
         train = list(islice(tokenize(champ_texts("train"), tokenizer), 16))
@@ -154,7 +154,7 @@ def _train(
         steps=plan.steps, inner_updates=plan.updates, train_long=longs, target=Target(),
         loss=BoundaryLoss(samples=0, min_future=64),
     )  # fmt: skip
-    task = progress.add_task(f"train {name} (one sequence a step)", total=plan.steps, note="")
+    task = progress.add_task(f"train {name}", total=plan.steps, note="")
 
     def on_step(record: dict[str, Any]) -> None:
         note = f"boundary accuracy {record['accuracy']:.2f}, recall of the teacher {record['recall']:.2f}"
