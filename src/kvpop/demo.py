@@ -115,12 +115,13 @@ def run_demo(out: Path, minutes: float = 10.0) -> tuple[dict[str, Any], list[str
         "generation": generation,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    report["findings"] = findings(report)
+    lines = findings(report)
+    report["findings"] = lines
     write_json(out / "report.json", report)
     demo_figure(report, out / "report.png")
     adapters = " and ".join(str(out / name) for name in SCORERS)
     where = f"Written: {out / 'report.json'}, {out / 'report.png'}; the adapters are in {adapters}."
-    return report, [*findings(report), where]
+    return report, [*lines, where]
 
 
 def budget_of(slots: int) -> Budget:
