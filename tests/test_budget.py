@@ -111,7 +111,7 @@ def test_entry_bytes_with_a_narrower_value() -> None:
 def test_cache_bytes_counts_what_is_there(
     slots: int, layers: int, heads: int, element: int, rows: int, state: int
 ) -> None:
-    D, total = 8, 0
+    D, total = 8, 8 * layers  # tokens taken in
     for _row in range(rows):
         for _layer in range(layers):
             total += 8  # tokens seen

@@ -21,7 +21,7 @@ ALLOWED = {
     "ops": {"ops"},
     "core": {"core", "budget", "documents", "ops"},
     "scorers": {"ops", "core", "budget"},
-    "slots": {"core", "ops", "scorers", "budget"},
+    "slots": {"slots", "core", "ops", "scorers", "budget"},
     "policies": {"policies", "slots", "scorers", "core", "ops", "documents", "budget"},
     "cache": {"policies", "slots", "scorers", "core", "ops", "documents", "budget"},
     "attachment": {"cache", "policies", "slots", "scorers", "core", "ops", "documents", "budget"},

@@ -21,6 +21,7 @@ from kvpop.cache import IMPLEMENTATION, BoundedCache
 from kvpop.documents import Documents
 from kvpop.policies import LayerPolicy, LayerShape, Policy, SequencePass
 from kvpop.policies.base import HANDOVER, Rotary
+from kvpop.policies.window import WindowLayer
 
 CHILD = "kvpop"
 
@@ -43,9 +44,15 @@ def attention(
         raise ValueError("this model shares its config with one that has a kvpop policy attached: give it its own copy")
     if given is not None and given[0] is not policy:
         raise ValueError("the cache belongs to another model: make a BoundedCache of this one")
-    for name in ("softcap", "s_aux", "sliding_window"):
+    for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise ValueError(f"layer {policy.shape.layer} uses {name}, which kvpop does not support yet")
+    window = policy.budget.window if isinstance(policy, WindowLayer) else None
+    if kwargs.get("sliding_window") != window:
+        raise ValueError(
+            f"layer {policy.shape.layer} now has a sliding_window of {kwargs.get('sliding_window')}, but had {window} when "
+            "the policy was attached: attach anew"
+        )
     if dropout:
         raise ValueError(f"attention dropout is {dropout}: kvpop attends without dropout, set it to 0")
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -89,12 +96,15 @@ def padding_mask(
     """The registered mask function: which of the q_length new tokens are real, [B, q_length]; None if all are."""
     if attention_mask is None:
         return None
-    covered = attention_mask.shape[-1]
-    if covered not in (int(q_length), int(kv_length)):
+    covered, new = attention_mask.shape[-1], int(q_length)
+    mask = attention_mask[:, -new:].bool()
+    if torch.compiler.is_compiling() or (new == 1 and mask.device.type != "cpu"):
+        return mask  # no look at its values: that would wait for the device
+    if covered not in (new, int(kv_length)):
         raise ValueError(
-            f"the attention mask covers {covered} tokens, but {int(kv_length)} were given, {int(q_length)} of them new"
+            f"the attention mask covers {covered} tokens, but {int(kv_length)} were given, {new} of them new"
         )
-    return attention_mask[:, -int(q_length) :].bool()
+    return None if mask.shape[1] == new and bool(mask.all()) else mask
 
 
 def attention_modules(model: nn.Module) -> list[Any]:
@@ -108,18 +118,21 @@ def attention_modules(model: nn.Module) -> list[Any]:
     return sorted(found, key=lambda m: m.layer_idx)
 
 
-def _rotary(model: nn.Module) -> Rotary | None:
+def _rotary(model: nn.Module, kind: str) -> Rotary | None:
     module = next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
-    if module is None or getattr(module, "rope_type", "default") in ("dynamic", "longrope"):
+    rope = getattr(module, "rope_type", "default")
+    rope = rope.get(kind) if isinstance(rope, dict) else rope
+    if module is None or rope in ("dynamic", "longrope"):
         return None  # frequencies that depend on the length of the input: no fixed rotation by a distance
-
     if not _turns_halves(model):
         return None
+    by_kind = {"layer_type": kind} if "layer_type" in inspect.signature(module.forward).parameters else {}
+    scaling = getattr(module, f"{kind}_attention_scaling" if by_kind else "attention_scaling", 1.0)
 
     def cos_sin(position_Bn: Tensor) -> tuple[Tensor, Tensor]:
         like = torch.empty(0, dtype=torch.float32, device=position_Bn.device)
-        cos, sin = module(like, position_Bn)
-        return cos / module.attention_scaling, sin / module.attention_scaling
+        cos, sin = module(like, position_Bn, **by_kind)
+        return cos / scaling, sin / scaling
 
     return cos_sin
 
@@ -156,39 +169,22 @@ def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
     """
     modules = attention_modules(model)
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if sliding else "full_attention"] * len(modules)
-    for name in ("attn_logit_softcapping", "attention_sinks"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"{type(model).__name__} has {name} {getattr(config, name)}, which kvpop does not support yet"
-            )
-    for module in modules:
-        if not hasattr(module, "head_dim") or not hasattr(module, "scaling"):
-            raise ValueError(
-                f"{type(module).__name__} has no head_dim: only attention with one key and value per KV head fits"
-            )
-        if kinds[module.layer_idx] != "full_attention":
-            raise ValueError(
-                f"layer {module.layer_idx} of {type(model).__name__} is {kinds[module.layer_idx]} (sliding_window "
-                f"{getattr(config, 'sliding_window', None)}): only full_attention layers are supported"
-            )
+    kinds = _kinds(model, config, modules)
+    policy.check(len(modules))
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
-    rotary = _rotary(model)
     layers = []
-    for module in modules:
+    for module, kind in zip(modules, kinds):
         weight = next(module.parameters())
         shape = LayerShape(
             layer=module.layer_idx,
             heads=config.num_attention_heads,
             kv_heads=config.num_attention_heads // module.num_key_value_groups,
             head_dim=module.head_dim,
-            rotary=rotary,
+            rotary=_rotary(model, kind),
         )
-        layer = policy.layer(shape).to(weight.device)
+        own_window = kind == "sliding_attention"
+        layer = (WindowLayer(shape, config.sliding_window) if own_window else policy.layer(shape)).to(weight.device)
         if weight.dtype == torch.float64:
             layer = layer.double()
         layers.append(layer)
@@ -204,19 +200,71 @@ def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         mode = next((a for a in (*args, *kwargs.values()) if isinstance(a, GenerationMode)), None)
-        if mode == GenerationMode.ASSISTED_GENERATION:
-            raise ValueError("assisted and prompt-lookup decoding roll the cache back, which a bounded cache cannot do")
+        rollback = _rollback(mode, generation_config, model_kwargs, name)
         if model_kwargs.get(name) is None and generation_config.use_cache is not False:
             if generation_config.cache_implementation is not None:
                 raise ValueError(
                     f"cache_implementation={generation_config.cache_implementation!r} cannot be used while a kvpop policy "
                     "is attached: leave it unset"
                 )
-            model_kwargs[name] = BoundedCache(self)
+            model_kwargs[name] = BoundedCache(self, rollback=rollback)
         return type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
 
     setattr(model, "_prepare_cache_for_generation", MethodType(prepare_cache, model))  # noqa: B010
     return model
+
+
+def _rollback(mode: Any, generation_config: Any, model_kwargs: dict[str, Any], name: str) -> int:
+    """How many tokens a cache must be able to take back for this way of generating; ValueError if a given one cannot."""
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        return 0
+    schedule = generation_config.num_assistant_tokens_schedule
+    if schedule not in (None, "constant") and generation_config.prompt_lookup_num_tokens is None:
+        raise ValueError(
+            f"num_assistant_tokens_schedule={schedule!r} lets the draft grow without bound, and with it what must be rolled "
+            "back: set it to 'constant'"
+        )
+    drafts = (generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens, 20)
+    rollback = next(n for n in drafts if n) + 1
+    given = model_kwargs.get(name)
+    if isinstance(given, BoundedCache) and (have := min(layer.rollback for layer in given.bounded_layers)) < rollback:
+        raise ValueError(
+            f"assisted decoding takes back up to {rollback} tokens, but this cache can take back {have}: make it with "
+            f"BoundedCache(model, rollback={rollback})"
+        )
+    return rollback
+
+
+def _kinds(model: PreTrainedModel, config: Any, modules: list[Any]) -> list[str]:
+    """What kind of attention each layer has; ValueError names what is missing for a model that does not fit."""
+    name = type(model).__name__
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        kinds = ["sliding_attention" if sliding else "full_attention"] * len(modules)
+    for field in ("attn_logit_softcapping", "attention_sinks", "use_bidirectional_attention"):
+        if getattr(config, field, None):
+            raise ValueError(f"{name} has {field} {getattr(config, field)}, which kvpop does not support yet")
+    for module in modules:
+        if not hasattr(module, "head_dim") or not hasattr(module, "scaling"):
+            raise ValueError(
+                f"{type(module).__name__} has no head_dim: only attention with one key and value per KV head fits"
+            )
+        if kinds[module.layer_idx] not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"layer {module.layer_idx} of {name} is {kinds[module.layer_idx]}: only full_attention layers can be "
+                "bounded, and only sliding_attention layers left as they are"
+            )
+        if next(module.parameters()).device.type == "meta":
+            raise ValueError(
+                f"the weights of layer {module.layer_idx} of {name} are offloaded: attach needs them on a device"
+            )
+    found = [kinds[module.layer_idx] for module in modules]
+    if "full_attention" not in found:
+        raise ValueError(
+            f"all layers of {name} are sliding_attention (sliding_window {config.sliding_window}): nothing to bound"
+        )
+    return found
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:

@@ -87,10 +87,11 @@ def cache_bytes(
 ) -> int:
     """Bytes a bounded cache allocates: rows x layers x KV heads x (slots x (entry + overhead) + scorer state) + counters.
 
-    ``state_bytes`` is the scorer state per KV head; every row of every layer also carries one int64 count of seen tokens.
+    ``state_bytes`` is the scorer state per KV head. Every row of every layer also carries one int64 count of seen tokens,
+    and every layer one of the tokens taken in.
     """
     per_head = budget.slots * (entry_bytes(head_dim, element_size) + SLOT_OVERHEAD_BYTES) + state_bytes
-    return rows * layers * (kv_heads * per_head + 8)
+    return layers * (rows * (kv_heads * per_head + 8) + 8)
 
 
 def dense_bytes(tokens: int, *, layers: int, kv_heads: int, head_dim: int, element_size: int, rows: int = 1) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +12,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvpop.policies import LayerPolicy
 from kvpop.policies.base import HANDOVER
-from kvpop.slots import Slots
+from kvpop.slots import CHUNK, Slots
 
 IMPLEMENTATION = "kvpop"
 """The name under which the attention function is registered with transformers."""
+
+ROLLBACK = 32
+"""How many tokens can be taken back once transformers asks for it without saying how many."""
+
+Spans = Sequence[tuple[int, int]]
+"""Half-open ranges of positions [start, stop), counted in a row's real tokens from 0."""
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -24,29 +31,43 @@ class BoundedLayer(CacheLayerMixin):
     (queries are needed to attend, and the policy decides what is kept). Lengths are tokens *seen*, padding included.
     """
 
-    is_compileable = False
-    is_croppable = False
+    is_sliding = False
+    is_croppable = True
     supports_early_init = False
 
-    def __init__(self, policy: LayerPolicy, config: Any) -> None:
+    def __init__(self, policy: LayerPolicy, config: Any, rollback: int = 0) -> None:
         super().__init__()
-        self.policy, self.config = policy, config
+        self.policy, self.config, self.rollback = policy, config, rollback
         self.slots: Slots | None = None
+        self.spans: list[list[tuple[int, int]]] | None = None
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        return self.policy.bounded and not self.rollback
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedLayer:
         """A copy with its own store, for the same model: the policy and its scorer are shared."""
         memo.update({id(module): module for module in self.policy.modules()})
-        twin = type(self)(self.policy, self.config)
+        twin = type(self)(self.policy, self.config, self.rollback)
         twin.slots, twin.is_initialized = copy.deepcopy(self.slots, memo), self.is_initialized
+        twin.spans = self.spans
         return twin
 
     @property
-    def tokens(self) -> int:
-        return 0 if self.slots is None else self.slots.tokens
+    def tokens(self) -> Tensor | int:
+        return 0 if self.slots is None else self.slots.taken
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         with torch.inference_mode(False):  # so that a cache filled in inference mode can go on outside of it
-            self.slots = self.policy.new_slots(key_states, value_states)
+            slots = self.policy.new_slots(key_states, value_states)
+        if self.rollback:
+            slots.record(self.rollback)
+        if self.spans is not None and self.policy.pins_apply:
+            slots.pin(_table(self.spans, slots.seen))
+        if key_states.device.type == "cuda" and not torch.compiler.is_compiling():
+            for x in (*slots.tensors().values(), slots.taken):  # where a captured graph finds them again
+                torch._dynamo.mark_static_address(x)
+        self.slots, self.home = slots, key_states.device
         self.is_initialized = True
 
     def update(
@@ -60,25 +81,35 @@ class BoundedLayer(CacheLayerMixin):
             raise ValueError(
                 f"the model now attends with {self.config._attn_implementation!r}, not {IMPLEMENTATION!r}: attach anew"
             )
+        if self.slots is not None and (len(self.slots.seen), self.slots.keys.dtype) != (
+            len(key_states),
+            key_states.dtype,
+        ):
+            if int(self.slots.taken):
+                held = f"{len(self.slots.seen)} rows of {self.slots.keys.dtype}"
+                given = f"{len(key_states)} rows of {key_states.dtype}"
+                raise ValueError(f"the cache holds {held}, but the input has {given}")
+            self.slots = None  # reset, and now used for another batch
         if self.slots is None:
             self.lazy_initialization(key_states, value_states)
         assert self.slots is not None
-        if len(self.slots.seen) != len(key_states):
-            raise ValueError(f"the cache holds {len(self.slots.seen)} rows, but the input has {len(key_states)}")
         HANDOVER.give(self.policy, self.slots)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.tokens + query_length, 0
+        return self.tokens + query_length, 0  # type: ignore[return-value]
 
     def get_seq_length(self) -> int:
-        return self.tokens
+        tokens = self.tokens  # a copy: the store counts in place
+        return tokens if isinstance(tokens, int) else tokens.clone()  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
         return -1
 
     def reset(self) -> None:
-        self.slots, self.is_initialized = None, False
+        if self.slots is not None:
+            self.slots.clear()
+        self.spans = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.slots is not None:
@@ -92,38 +123,157 @@ class BoundedLayer(CacheLayerMixin):
         if self.slots is not None:
             self.slots.select(torch.arange(len(self.slots.seen)).repeat_interleave(repeats))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove and self.tokens:
+    def check_pins(self, positions: set[int], row: int, seen: int) -> None:
+        """Raise ValueError if these tokens cannot be kept, or if one of them may be gone already."""
+        budget = getattr(self.policy, "budget", None)
+        if budget is None:
+            return self.policy.check_pins(len(positions))
+        self.policy.check_pins(sum(p >= budget.sinks for p in positions))
+        pins = getattr(self.slots, "pins", None)
+        before = set() if pins is None else {p for a, b in pins[row].tolist() for p in range(a, b)}
+        late = [p for p in positions - before if budget.sinks <= p <= seen - budget.window]
+        if late:
             raise ValueError(
-                f"crop({tokens_to_remove}): a bounded cache overwrites tokens and cannot roll back; nothing was changed"
+                f"token {min(late)} has left the window of {budget.window} tokens (row {row} has seen {seen}): pin tokens "
+                "before they leave it"
             )
 
-    def offload(self) -> None:
-        raise ValueError("a bounded cache is not offloaded: it is small by construction")
+    def activate_past_recording(self) -> None:
+        """Called by transformers before it rolls back: as an assistant, or for a cache that did not come from ``generate``."""
+        if not self.rollback:
+            self.policy.check_rollback()
+            self.rollback = ROLLBACK
+            if self.slots is not None:
+                self.slots.record(self.rollback)
 
-    prefetch = offload
+    @property
+    def undoable(self) -> int:
+        return 0 if self.slots is None else self.slots.undoable
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and self.slots is not None:
+            self.slots.crop(abs(tokens_to_remove))
+
+    def offload(self) -> None:
+        """Move everything the layer keeps, scores, positions and counters included, to the CPU."""
+        if self.slots is not None:
+            self.slots.to("cpu")
+
+    def prefetch(self) -> None:
+        """Move everything back."""
+        if self.slots is not None:
+            self.slots.to(self.home)
+
+
+def _by_row(spans: Spans | Sequence[Spans]) -> list[list[tuple[int, int]]]:
+    """Spans as one list of (start, stop) per row; a single list stands for every row."""
+    flat = all(len(item) == 2 and all(isinstance(x, int) for x in item) for item in spans)
+    rows: Any = [spans] if flat else spans
+    for start, stop in (span for row in rows for span in row):
+        if not 0 <= start < stop:
+            raise ValueError(f"a span must be (start, stop) with 0 <= start < stop, got ({start}, {stop})")
+    return [[(start, stop) for start, stop in row] for row in rows]
+
+
+def _table(by_row: list[list[tuple[int, int]]], seen_B: Tensor) -> Tensor:
+    """One tensor [B, P, 2]; rows with fewer spans are filled up with empty ones."""
+    if len(by_row) not in (1, len(seen_B)):
+        raise ValueError(f"pinned spans were given for {len(by_row)} rows, but the input has {len(seen_B)}")
+    widest = max(len(row) for row in by_row)
+    filled = [[*row, *[(0, 0)] * (widest - len(row))] for row in by_row]
+    table = torch.tensor(filled, dtype=torch.long, device=seen_B.device).view(len(by_row), widest, 2)
+    return table.expand(len(seen_B), -1, -1)
 
 
 class BoundedCache(Cache):
     """At most ``policy.slots`` tokens per KV head, for a model that ``attach`` prepared.
 
-    Pass it as ``past_key_values`` and go on as with any cache: prefill, chunks of any size, decode, further turns, and
-    left-padded batches. Each row has its own count of tokens; padding is never held. Raises ValueError if the model has
-    no policy attached.
+    Pass it as ``past_key_values`` (``cache`` in newer transformers) and go on as with any cache: prefill, chunks of any
+    size, decode, further turns, padded batches. Each row has its own count of tokens; padding is never held.
+
+    ``rollback``: how many of the last tokens ``crop`` can take back exactly, at most 512. It costs the rows that those
+    tokens drove out, and such a cache is not compiled. Raises ValueError if the model has no policy attached, or if the
+    policy cannot roll back.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, rollback: int = 0) -> None:
         policies = sorted(
             (m for m in model.modules() if isinstance(m, LayerPolicy)), key=lambda policy: policy.shape.layer
         )
         if not policies:
             raise ValueError(f"{type(model).__name__} has no policy attached: call kvpop.attach(model, policy) first")
-        super().__init__(layers=[BoundedLayer(policy, model.config.get_text_config()) for policy in policies])
+        if not 0 <= rollback <= CHUNK:
+            raise ValueError(f"rollback must be between 0 and {CHUNK} tokens, got {rollback}")
+        if rollback:
+            for policy in policies:
+                policy.check_rollback()
+        super().__init__(layers=[BoundedLayer(policy, model.config.get_text_config(), rollback) for policy in policies])
+
+    @property
+    def bounded_layers(self) -> list[BoundedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
 
     @property
     def stores(self) -> list[Slots]:
         """The stores of the layers that have been used."""
-        return [layer.slots for layer in self.layers if isinstance(layer, BoundedLayer) and layer.slots is not None]
+        return [layer.slots for layer in self.bounded_layers if layer.slots is not None]
+
+    def pin(self, spans: Spans | Sequence[Spans]) -> None:
+        """Never drop the tokens at these positions; each takes a long-range slot of every KV head as it leaves the window.
+
+        ``spans`` are half-open ranges [start, stop) of positions, the same for all rows, or a list with one list of ranges
+        per row. Positions count a row's real tokens from 0. They replace spans given before, and may lie ahead. Raises
+        ValueError, changing nothing, if a row pins more tokens than there are long-range slots (sinks are held anyway), if
+        a token has already left the window unpinned, or if the policy cannot pin.
+        """
+        by_row = _by_row(spans)
+        seen = self.tokens_seen()
+        if seen and len(by_row) not in (1, len(seen)):
+            raise ValueError(f"pinned spans were given for {len(by_row)} rows, but the cache holds {len(seen)}")
+        for row in range(max(len(seen), len(by_row))):
+            positions = {p for start, stop in by_row[row % len(by_row)] for p in range(start, stop)}
+            for layer in self.bounded_layers:
+                if layer.policy.pins_apply:
+                    layer.check_pins(positions, row, seen[row] if seen else 0)
+        for layer in self.bounded_layers:
+            layer.spans = by_row
+            if layer.slots is not None and layer.policy.pins_apply:
+                layer.slots.pin(_table(by_row, layer.slots.seen))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens of every row (``-n``, as transformers says it). Exact, or refused with nothing changed."""
+        wanted, within = abs(int(tokens_to_remove)), min((layer.undoable for layer in self.bounded_layers), default=0)
+        taken = int(self.get_seq_length())
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        if wanted > taken:
+            raise ValueError(
+                f"crop({tokens_to_remove}): the cache has only taken in {taken} tokens; nothing was changed"
+            )
+        if wanted > within:
+            raise ValueError(
+                f"crop({tokens_to_remove}): {within} tokens can be taken back here; nothing was changed. Evicted tokens are "
+                "gone, unless the cache was made with BoundedCache(model, rollback=n)"
+            )
+        super().crop(tokens_to_remove)
+
+    def like(self, rows: int) -> BoundedCache:
+        """An empty cache of ``rows`` rows with the dtypes, shapes and devices of this one, which must have been used."""
+        twin = copy.deepcopy(self)
+        for store in twin.stores:
+            store.select(torch.zeros(rows, dtype=torch.long))
+            store.clear()
+        return twin
+
+    def put(self, row: int, other: BoundedCache, other_row: int = 0) -> None:
+        """Overwrite one row with a row of another cache of the same model, in place: the rest stays as it is."""
+        for own, theirs in zip(self.stores, other.stores):
+            own.put(row, theirs, other_row)
+
+    def clear(self, row: int) -> None:
+        """Empty one row, in place."""
+        for store in self.stores:
+            store.clear(torch.tensor([row], device=store.seen.device))
 
     def held_positions(self) -> list[list[list[list[int]]]]:
         """Sorted positions held, as [layer][row][KV head]: positions count a row's real tokens from 0."""
@@ -135,7 +285,9 @@ class BoundedCache(Cache):
 
     def rows_held(self) -> int:
         """The largest number of slots in use by any KV head."""
-        return max((int((store.position >= 0).sum(-1).max()) for store in self.stores), default=0)
+        return max(
+            (int((store.position >= 0).sum(-1).max()) for store in self.stores if store.position.numel()), default=0
+        )
 
     def nbytes(self) -> int:
         """Bytes allocated: keys, values, positions, priorities, scorer state and counters of all layers."""

@@ -8,6 +8,7 @@ the arrival that drops it. ``expiry`` puts that integer in terms of query positi
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -22,12 +23,14 @@ Impl = Literal["parallel", "heap", "brute"]
 NEVER = torch.iinfo(torch.int32).max
 
 
-def ranks(priority_XA: Tensor) -> Tensor:
-    """0 (worst) to A - 1 (best) by (priority, arrival): of equals the newer is better. NaN counts as -inf."""
+def ranks(priority_XA: Tensor, pinned_XA: Tensor | None = None) -> Tensor:
+    """0 (worst) to A - 1 (best) by (pinned, priority, arrival): of equals the newer is better. NaN counts as -inf."""
     priority_XA = (
         torch.nan_to_num(priority_XA, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
     )  # -0.0 to 0.0
     order_XA = priority_XA.argsort(dim=-1, stable=True)
+    if pinned_XA is not None:
+        order_XA = order_XA.gather(-1, pinned_XA.gather(-1, order_XA).int().argsort(dim=-1, stable=True))
     index_XA = torch.arange(priority_XA.shape[-1], device=priority_XA.device).expand_as(order_XA)
     return torch.empty_like(order_XA).scatter_(-1, order_XA, index_XA)
 
@@ -108,19 +111,25 @@ def departures(rank_XA: Tensor, cutoff_XA: Tensor) -> Tensor:
     return first.maximum(torch.arange(A, device=rank_XA.device))
 
 
-def expiry(priority_XS: Tensor, budget: Budget, impl: Impl = "parallel") -> Tensor:
+def expiry(priority_XS: Tensor, budget: Budget, impl: Impl = "parallel", pinned_XS: Tensor | None = None) -> Tensor:
     """The first query position at which each token of a sequence is no longer held; int32, NEVER if it always is.
 
         sinks (t < s): NEVER          others: max(t + w, first q whose k-th best of E(q) outranks t)
 
     ``priority_XS`` holds the static priorities of tokens 0..S-1 of one document a row. Sinks' priorities are not read.
     Positions at or past S are reported as they fall out, or as NEVER: nothing beyond S is known.
+
+    ``pinned_XS`` marks tokens that must never be dropped: they outrank all others, so each takes a long-range slot for good
+    (a pinned sink takes none). Raises ValueError if a row pins more tokens than there are long-range slots.
     """
+    if pinned_XS is not None:
+        most = int(pinned_XS[..., budget.sinks :].sum(-1).max()) if pinned_XS.numel() else 0
+        check_pins(most, budget)
     S = priority_XS.shape[-1]
     expiry_XS = torch.full(priority_XS.shape, NEVER, dtype=torch.int32, device=priority_XS.device)
     ranked_XA = priority_XS[..., budget.sinks :]
     if ranked_XA.numel():
-        rank_XA = ranks(ranked_XA)
+        rank_XA = ranks(ranked_XA, None if pinned_XS is None else pinned_XS[..., budget.sinks :])
         leaves_XA = departures(rank_XA, running_cutoff(rank_XA, budget.long, impl))
         query_XA = leaves_XA + (budget.sinks + budget.window)
         # The last w tokens have not been ranked within S: whatever happens to them happens at S or later.
@@ -128,14 +137,23 @@ def expiry(priority_XS: Tensor, budget: Budget, impl: Impl = "parallel") -> Tens
     return expiry_XS
 
 
-def oracle_held(priority_S: list[float], budget: Budget, q: int) -> set[int]:
-    """The set definition, word for word: sinks, the window {t : q-w < t <= q}, the top-k of E(q) = {t : s <= t <= q-w}."""
+def check_pins(count: int, budget: Budget) -> None:
+    """Raise ValueError if ``count`` pinned tokens do not fit into the long-range slots."""
+    if count > budget.long:
+        raise ValueError(f"{count} pinned tokens do not fit into {budget.long} long-range slots")
+
+
+def oracle_held(priority_S: list[float], budget: Budget, q: int, pinned: Collection[int] = ()) -> set[int]:
+    """The set definition, word for word: sinks, the window {t : q-w < t <= q}, the top-k of E(q) = {t : s <= t <= q-w}.
+
+    Pinned tokens of E(q) come before all others.
+    """
     sinks = {t for t in range(budget.sinks) if t <= q}
     window = {t for t in range(q - budget.window + 1, q + 1) if t >= 0}
 
-    def key(t: int) -> tuple[float, int]:
+    def key(t: int) -> tuple[bool, float, int]:
         p = priority_S[t]
-        return (float("-inf") if p != p else p, t)
+        return (t in pinned, float("-inf") if p != p else p, t)
 
     eligible = sorted(range(budget.sinks, q - budget.window + 1), key=key, reverse=True)
     return sinks | window | set(eligible[: budget.long])

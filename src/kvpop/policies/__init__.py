@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvpop.budget import Budget
 from kvpop.policies.base import LayerPolicy, LayerShape, LayerView, Policy, RankedLayer, SequencePass
+from kvpop.policies.by_layer import ByLayer
 from kvpop.policies.dense import Dense
 from kvpop.policies.kvpop import KVpop
 from kvpop.policies.oracle import Oracle
@@ -33,6 +34,7 @@ def policy_by_name(name: str, budget: Budget) -> Policy:
 
 __all__ = [
     "POLICIES",
+    "ByLayer",
     "Dense",
     "KVpop",
     "LayerPolicy",

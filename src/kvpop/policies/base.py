@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpop.budget import Budget
-from kvpop.core.cutoff import expiry
+from kvpop.core.cutoff import check_pins, expiry
 from kvpop.core.priority import static_priority
 from kvpop.documents import Documents
 from kvpop.ops.sparse_attention.api import Impl, sparse_attention
@@ -84,6 +84,8 @@ class SequencePass:
     documents: Documents
     observe: Observer | None = None
     impl: Impl = "reference"
+    pinned_BS: Tensor | None = None
+    """True on tokens that must never be dropped, as ``BoundedCache.pin`` does for generation."""
 
 
 class LayerPolicy(nn.Module, ABC):
@@ -103,6 +105,22 @@ class LayerPolicy(nn.Module, ABC):
     @abstractmethod
     def new_slots(self, k: Tensor, v: Tensor) -> Slots:
         """An empty store for the rows of k and v [B, H, n, D]."""
+
+    def describe(self) -> dict[str, object]:
+        """What a saved store must agree on beside the weights: the policy, its sizes and settings, as plain values."""
+        return {"kind": type(self).__name__, "layer": self.shape.layer}
+
+    bounded = True
+    """Whether the stores have a fixed size."""
+    pins_apply = True
+    """Whether a pinned token is kept by the stores of this layer."""
+
+    def check_rollback(self) -> None:
+        """Raise ValueError if a store of this layer cannot take its last tokens back."""
+
+    def check_pins(self, count: int) -> None:
+        """Raise ValueError if ``count`` tokens (sinks not counted) cannot be pinned in a store of this layer."""
+        raise ValueError(f"layer {self.shape.layer}: {type(self).__name__} cannot pin tokens")
 
     def attend_expiry(
         self,
@@ -134,7 +152,7 @@ class RankedLayer(LayerPolicy):
 
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
         score_NHL = self.score(k, v, seq.documents)
-        expiry_BHS = sequence_expiry(self.priority(score_NHL.detach()), self.budget, seq.documents)
+        expiry_BHS = sequence_expiry(self.priority(score_NHL.detach()), self.budget, seq.documents, seq.pinned_BS)
         return self.attend_expiry(q, k, v, expiry_BHS, scale, seq, score_NHL)
 
     def score(self, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
@@ -154,10 +172,30 @@ class RankedLayer(LayerPolicy):
     def new_slots(self, k: Tensor, v: Tensor) -> Slots:
         return RankedSlots(self.budget, self.scorer, self.decay(), self.decay_step, k, v)
 
+    def describe(self) -> dict[str, object]:
+        return super().describe() | {
+            "budget": [self.budget.sinks, self.budget.window, self.budget.long],
+            "decay_step": self.decay_step,
+            "scorer": self.scorer.extra_repr() or type(self.scorer).__name__,
+        }
 
-def sequence_expiry(priority_NHL: Tensor, budget: Budget, documents: Documents) -> Tensor:
+    def check_pins(self, count: int) -> None:
+        check_pins(count, self.budget)
+
+
+def pinned_rows(pinned_BS: Tensor, documents: Documents) -> Tensor:
+    """The marks as rows of documents [N, 1, L], False past the end of a document."""
+    rows_N1L = documents.to_rows(pinned_BS[:, None])
+    inside_NL = torch.arange(rows_N1L.shape[-1], device=rows_N1L.device) < documents.length_N[:, None]
+    return rows_N1L & inside_NL[:, None]
+
+
+def sequence_expiry(
+    priority_NHL: Tensor, budget: Budget, documents: Documents, pinned_BS: Tensor | None = None
+) -> Tensor:
     """Expiry [B, H, S] in positions of the packed sequence, cut at document ends; 0 on padding."""
-    local_NHL = expiry(priority_NHL, budget).long()
+    pinned_NHL = None if pinned_BS is None else pinned_rows(pinned_BS, documents).expand_as(priority_NHL)
+    local_NHL = expiry(priority_NHL, budget, pinned_XS=pinned_NHL).long()
     expiry_BHS = documents.from_rows(local_NHL, fill=0) + documents.start_BS[:, None]
     return expiry_BHS.minimum(documents.end_BS[:, None]).int()
 
@@ -177,3 +215,6 @@ class Policy(ABC):
 
     @abstractmethod
     def layer(self, shape: LayerShape) -> LayerPolicy: ...
+
+    def check(self, layers: int) -> None:  # noqa: B027
+        """Raise ValueError if the policy does not fit a model of that many layers."""

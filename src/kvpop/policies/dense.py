@@ -25,6 +25,11 @@ class DenseLayer(LayerPolicy):
     def new_slots(self, k: Tensor, v: Tensor) -> Slots:
         return GrowingSlots(k, v)
 
+    bounded = False
+
+    def check_pins(self, count: int) -> None:
+        pass  # everything is kept
+
 
 @dataclass(frozen=True)
 class Dense(Policy):

@@ -38,6 +38,9 @@ class RandomScorer(Scorer):
     def state_bytes(self) -> int:
         return 8
 
+    def extra_repr(self) -> str:
+        return f"RandomScorer(seed={self.seed})"
+
 
 def _mix(x: Tensor) -> Tensor:
     """The finaliser of splitmix64, in wrapping int64 arithmetic (logical shifts by masking)."""

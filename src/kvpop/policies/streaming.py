@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpop.budget import Budget
 from kvpop.core.priority import FixedDecay
 from kvpop.ops.sparse_attention.api import sparse_attention
-from kvpop.policies.base import LayerShape, Policy, RankedLayer, Rotary, SequencePass, sequence_expiry
+from kvpop.policies.base import LayerShape, Policy, RankedLayer, Rotary, SequencePass, pinned_rows, sequence_expiry
 from kvpop.scorers import ConstantScorer
 from kvpop.slots import FAR, RankedSlots, Slots
 
@@ -74,19 +74,22 @@ class StreamingLayer(RankedLayer):
         docs = seq.documents
         priority_NHL = self.priority(self.score(k, v, docs).detach())
         if seq.observe is not None:
-            self.attend_expiry(q, k, v, sequence_expiry(priority_NHL, self.budget, docs), scale, seq)
+            self.attend_expiry(q, k, v, sequence_expiry(priority_NHL, self.budget, docs, seq.pinned_BS), scale, seq)
         q_rows, k_rows, v_rows = docs.to_rows(q), docs.to_rows(k), docs.to_rows(v)
         N, H, L, _ = k_rows.shape
         index = torch.arange(L, device=k.device)
-        expiry = sequence_expiry(priority_NHL, self.budget, type(docs).single(N, L, k.device))
+        pinned = None if seq.pinned_BS is None else pinned_rows(seq.pinned_BS, docs)[:, 0]
+        expiry = sequence_expiry(priority_NHL, self.budget, type(docs).single(N, L, k.device), pinned)
         out, _ = self.attention(
             q_rows, k_rows, v_rows, expiry, scale=scale, q_pos_BQ=index.expand(N, L), k_pos_BHT=index.expand(N, H, L)
         )
         return docs.from_rows(out, fill=0.0)
 
     def new_slots(self, k: Tensor, v: Tensor) -> Slots:
-        attention = self.attention or sparse_attention
-        return RankedSlots(self.budget, self.scorer, self.decay(), 1, k, v, attention)
+        return RankedSlots(self.budget, self.scorer, self.decay(), 1, k, v, self.attention)
+
+    def describe(self) -> dict[str, object]:
+        return super().describe() | {"positions": "original" if self.attention is None else "cache"}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,12 @@ class TovaLayer(LayerPolicy):
     def new_slots(self, k: Tensor, v: Tensor) -> Slots:
         return AttendedSlots(self.size, k, v)
 
+    def check_rollback(self) -> None:
+        raise ValueError("TOVA cannot roll back: what it keeps depends on how many tokens are read at once")
+
+    def describe(self) -> dict[str, object]:
+        return super().describe() | {"size": self.size}
+
     @torch.no_grad()
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
         """Decoding, token by token: the policy as it runs when a text is generated. No gradients."""
@@ -32,7 +38,7 @@ class TovaLayer(LayerPolicy):
         for t in range(L):
             here = slice(t, t + 1)
             before = slots.position[:, 0].long()
-            pieces.append(slots.step(q_rows[:, :, here], k_rows[:, :, here], v_rows[:, :, here], scale))
+            pieces.append(slots.step(q_rows[:, :, here], k_rows[:, :, here], v_rows[:, :, here], None, scale))
             if seq.observe is not None and t >= self.size:  # exactly one of held and new token was dropped
                 old = torch.cat([before, before.new_full((N, 1), t)], 1)
                 gone = ~(old[:, :, None] == slots.position[:, 0].long()[:, None]).any(-1)

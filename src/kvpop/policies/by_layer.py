@@ -1,0 +1,47 @@
+"""Another policy, or another budget, in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvpop.policies.base import LayerPolicy, LayerShape, Policy
+from kvpop.policies.dense import Dense
+
+
+@dataclass(frozen=True)
+class ByLayer(Policy):
+    """``default`` in every layer but those named in ``layers``: ``ByLayer(KVpop(budget), {0: Dense(), 1: KVpop(larger)})``.
+
+    ``attach`` raises ValueError for a layer that the model does not have.
+    """
+
+    default: Policy
+    layers: Mapping[int, Policy] = field(default_factory=dict)
+
+    @classmethod
+    def dense_first(cls, policy: Policy, count: int) -> ByLayer:
+        """``policy`` with the first ``count`` layers left dense. Raises ValueError for a negative count."""
+        if count < 0:
+            raise ValueError(f"the number of dense layers must be at least 0, got {count}")
+        return cls(policy, {layer: Dense() for layer in range(count)})
+
+    @property
+    def name(self) -> str:
+        return self.default.name
+
+    @property
+    def slots(self) -> int | None:
+        """The largest number of slots of any layer; None if one is dense."""
+        sizes = [policy.slots for policy in (self.default, *self.layers.values())]
+        return None if None in sizes else max(size for size in sizes if size is not None)
+
+    def layer(self, shape: LayerShape) -> LayerPolicy:
+        return self.layers.get(shape.layer, self.default).layer(shape)
+
+    def check(self, layers: int) -> None:
+        for layer, policy in self.layers.items():
+            if not 0 <= layer < layers:
+                raise ValueError(f"a policy was given for layer {layer}, but the model's layers are 0 to {layers - 1}")
+            policy.check(layers)
+        self.default.check(layers)

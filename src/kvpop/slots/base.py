@@ -1,0 +1,174 @@
+"""What every store does: take tokens in, say what their queries attend to, and move its rows about."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from kvpop.core.cutoff import NEVER
+
+# Shapes: B rows, R = H * G query heads, H KV heads, M slots, n new tokens, T = M + n candidates, D head dim, E = D_k + D_v.
+
+FAR = 2**30
+"""The position given to empty slots and padding: after everything real, far from overflow."""
+
+CHUNK = 512
+"""Longest piece of a prompt worked on at once; the result does not depend on it."""
+
+
+def take(x_BHTX: Tensor, index_BHn: Tensor) -> Tensor:
+    """Gather along dim 2 for [B, H, T] and [B, H, T, X]."""
+    if x_BHTX.ndim == 3:
+        return x_BHTX.gather(2, index_BHn)
+    return x_BHTX.gather(2, index_BHn[..., None].expand(*index_BHn.shape, x_BHTX.shape[-1]))
+
+
+def write(x_BHTX: Tensor, index_BH1: Tensor, new_BH1X: Tensor, where_B: Tensor | None) -> None:
+    """Write one token a head along dim 2, in place, in the rows where ``where_B`` holds (None: all)."""
+    if where_B is not None:
+        where = where_B.view(-1, *(1,) * (x_BHTX.ndim - 1))
+        new_BH1X = torch.where(where, new_BH1X, take(x_BHTX, index_BH1))
+    index = index_BH1 if x_BHTX.ndim == 3 else index_BH1[..., None].expand_as(new_BH1X)
+    x_BHTX.scatter_(2, index, new_BH1X)
+
+
+def least(value_BHT: Tensor, position_BHT: Tensor, among_BHT: Tensor) -> Tensor:
+    """Index of the least (value, position) pair where ``among`` holds: the older of equals. NaN counts as -inf."""
+    value = torch.nan_to_num(value_BHT, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    lowest = value.masked_fill(~among_BHT, torch.inf).amin(-1, keepdim=True)
+    return position_BHT.masked_fill(~(among_BHT & (value == lowest)), NEVER).argmin(-1)
+
+
+class Slots(ABC):
+    """Keys, values and the position of what each slot holds (-1: empty), and how many tokens each row has seen.
+
+    Everything that changes with a token is a tensor on the layer's device: one step costs no host synchronisation and looks
+    the same to ``torch.compile`` before, at and after the first eviction.
+    """
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+    seen: Tensor
+    """Real tokens taken in by each row [B], int64."""
+    taken: Tensor
+    """Tokens taken in by every row, padding included [], int64: what transformers calls the length of a cache."""
+    reach = 0
+    """How many of the last tokens can be taken back."""
+    chunk: int = CHUNK
+
+    @torch.no_grad()
+    def attend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, valid_Bn: Tensor | None, scale: float) -> Tensor:
+        """Take in n tokens a row and return what their queries attend to, [B, R, n, D_v].
+
+        ``valid_Bn`` is False on padding, anywhere in the row: padding is never held or counted, and gets zeros. Carries no
+        gradient: training runs on whole sequences.
+        """
+        n = q_BRnD.shape[2]
+        self.taken += n
+        if n == 1:
+            out = self.step(q_BRnD, k_BHnD, v_BHnD, None if valid_Bn is None else valid_Bn[:, 0], scale)
+            return out if valid_Bn is None else out.masked_fill(~valid_Bn[:, None, :, None], 0.0)
+        cut = max(n - self.reach, 0)  # what may be taken back is a piece of its own
+        pieces = []
+        for part in (slice(0, cut), slice(cut, n)):
+            if part.stop > part.start:
+                valid = None if valid_Bn is None else valid_Bn[:, part]
+                pieces.append(self._several(q_BRnD[:, :, part], k_BHnD[:, :, part], v_BHnD[:, :, part], valid, scale))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    def _several(self, q: Tensor, k: Tensor, v: Tensor, valid_Bn: Tensor | None, scale: float) -> Tensor:
+        if valid_Bn is None:
+            return self._chunks(q, k, v, None, scale)
+        # Real tokens first, in order; padding behind them.
+        order_Bn = (~valid_Bn).long().argsort(dim=-1, stable=True)
+        q, k, v = (take(x, order_Bn[:, None].expand(-1, x.shape[1], -1)) for x in (q, k, v))
+        out = self._chunks(q, k, v, valid_Bn, scale)
+        back_Bn = order_Bn.argsort(-1)
+        return take(out, back_Bn[:, None].expand(-1, out.shape[1], -1)).masked_fill(~valid_Bn[:, None, :, None], 0.0)
+
+    def _chunks(self, q: Tensor, k: Tensor, v: Tensor, valid_Bn: Tensor | None, scale: float) -> Tensor:
+        n = q.shape[2]
+        count_B = torch.full_like(self.seen, n) if valid_Bn is None else valid_Bn.sum(-1)
+        pieces = []
+        for start in range(0, n, self.chunk):
+            part = slice(start, min(start + self.chunk, n))
+            here_B = (count_B - start).clamp(0, part.stop - start)
+            pieces.append(self.extend(q[:, :, part], k[:, :, part], v[:, :, part], here_B, scale))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    @abstractmethod
+    def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:
+        """Take in the first ``count_B`` of n tokens a row; queries past the count return anything finite."""
+
+    def step(self, q_BR1D: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, valid_B: Tensor | None, scale: float) -> Tensor:
+        """Take in one token for every row where ``valid_B`` holds (None: all rows); the others stay as they are."""
+        count_B = torch.ones_like(self.seen) if valid_B is None else valid_B.long()
+        return self.extend(q_BR1D, k_BH1D, v_BH1D, count_B, scale)
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything the store keeps for its rows, by name, rows along dim 0."""
+
+    @abstractmethod
+    def replace(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what ``tensors`` returned, perhaps with other rows or on another device."""
+
+    def select(self, rows_n: Tensor) -> None:
+        """Keep, reorder or repeat rows: every tensor moves together. The same number of rows stays in the same memory."""
+        with torch.inference_mode(False), torch.no_grad():
+            own = self.tensors()
+            moved = {name: x.index_select(0, rows_n.to(x.device)) for name, x in own.items()}
+            if len(rows_n) == len(self.seen):
+                for name, x in own.items():
+                    x.copy_(moved[name])
+            else:
+                self.replace(moved)
+
+    def clear(self, rows: Tensor | slice = slice(None)) -> None:
+        """Empty the given rows, in place."""
+        with torch.inference_mode(False), torch.no_grad():
+            for name, x in self.tensors().items():
+                x[rows] = -1 if name == "position" else 0
+            if rows == slice(None):
+                self.taken.zero_()
+
+    def put(self, row: int, other: Slots, other_row: int = 0) -> None:
+        """Overwrite one row with a row of a store of the same kind and size, in place."""
+        with torch.inference_mode(False), torch.no_grad():
+            theirs = other.tensors()
+            for name, x in self.tensors().items():
+                x[row].copy_(theirs[name][other_row])
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything the store keeps to another device."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.replace({name: x.to(device) for name, x in self.tensors().items()})
+            self.taken = self.taken.to(device)
+
+    def record(self, reach: int) -> None:
+        """From now on be able to take back the last ``reach`` tokens, exactly. Raises ValueError if the store cannot."""
+        raise ValueError(f"{type(self).__name__} cannot roll back: what it keeps depends on how the tokens were read")
+
+    @property
+    def undoable(self) -> int:
+        """How many tokens ``crop`` can take back now."""
+        return 0
+
+    def crop(self, tokens: int) -> None:
+        """Take back the last ``tokens`` tokens of every row, padding counted. At most ``undoable`` of them."""
+        raise ValueError(f"{type(self).__name__} cannot roll back {tokens} tokens")
+
+    def pin(self, spans_BP2: Tensor) -> None:
+        """Never drop the tokens whose positions lie in one of a row's half-open spans [start, stop)."""
+        raise ValueError(f"{type(self).__name__} cannot pin tokens")
+
+    def nbytes(self) -> int:
+        """Bytes of everything the store keeps."""
+        return sum(x.numel() * x.element_size() for x in [*self.tensors().values(), self.taken])
+
+    def held(self) -> list[list[list[int]]]:
+        """Positions held, sorted, per row and KV head (moves to the CPU: for reports and tests)."""
+        return [[sorted(p for p in head if p >= 0) for head in row] for row in self.position.tolist()]

@@ -1,0 +1,82 @@
+"""The store of dense attention, which is not bounded at all."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpop.core.cutoff import NEVER
+from kvpop.ops.sparse_attention.api import sparse_attention
+from kvpop.slots.base import FAR, Slots, take
+
+# Shapes: B rows, R = H * G query heads, H KV heads, n new tokens, D head dim.
+
+
+class GrowingSlots(Slots):
+    """Dense attention: everything is kept and memory grows with every token. Padding takes space but is never seen."""
+
+    chunk = FAR
+
+    def __init__(self, k_like: Tensor, v_like: Tensor) -> None:
+        rows = k_like.shape[0]
+        self.keys, self.values = k_like[:, :, :0], v_like[:, :, :0]
+        self.position = torch.zeros(rows, k_like.shape[1], 0, dtype=torch.int32, device=k_like.device)
+        self.seen = torch.zeros(rows, dtype=torch.long, device=k_like.device)
+        self.taken = torch.zeros((), dtype=torch.long, device=k_like.device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"keys": self.keys, "values": self.values, "position": self.position, "seen": self.seen}
+
+    def replace(self, tensors: dict[str, Tensor]) -> None:
+        for name, x in tensors.items():
+            setattr(self, name, x)
+
+    def clear(self, rows: Tensor | slice = slice(None)) -> None:
+        super().clear(rows)
+        self._compact(0)
+
+    def put(self, row: int, other: Slots, other_row: int = 0) -> None:
+        columns = int(other.seen[other_row])
+        self.clear(torch.tensor([row], device=self.seen.device))
+        self._compact(columns)
+        there = (other.position[other_row, 0] >= 0).nonzero()[:, 0]
+        for own, theirs in zip((self.keys, self.values, self.position), (other.keys, other.values, other.position)):
+            own[row, :, :columns].copy_(theirs[other_row][:, there])
+        self.seen[row] = columns
+
+    def _compact(self, columns: int) -> None:
+        """Move every row's tokens to the front; as many columns as the longest row needs, at least ``columns``."""
+        with torch.inference_mode(False), torch.no_grad():
+            order = (self.position < 0).int().argsort(dim=-1, stable=True)[..., : int(self.seen.max())]
+            more = max(columns - order.shape[-1], 0)
+            self.keys, self.values = (F.pad(take(x, order), (0, 0, 0, more)) for x in (self.keys, self.values))
+            self.position = F.pad(take(self.position, order), (0, more), value=-1)
+
+    def record(self, reach: int) -> None:
+        pass  # nothing is overwritten, so anything can be taken back
+
+    @property
+    def undoable(self) -> int:
+        return self.position.shape[-1]
+
+    def crop(self, tokens: int) -> None:
+        stays = self.undoable - tokens
+        self.taken -= tokens
+        self.seen -= (self.position[:, 0, stays:] >= 0).sum(-1)
+        self.keys, self.values, self.position = (x[:, :, :stays] for x in (self.keys, self.values, self.position))
+
+    def pin(self, spans_BP2: Tensor) -> None:
+        pass  # everything is kept
+
+    def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:
+        B, H, n, _ = k_BHnD.shape
+        offset_n = torch.arange(n, device=k_BHnD.device)
+        now_Bn = torch.where(offset_n < count_B[:, None], self.seen[:, None] + offset_n, -1)
+        self.keys, self.values = torch.cat([self.keys, k_BHnD], 2), torch.cat([self.values, v_BHnD], 2)
+        self.position = torch.cat([self.position, now_Bn[:, None].expand(B, H, n).int()], 2)
+        self.seen += count_B
+        expiry = torch.where(self.position >= 0, NEVER, 0)
+        return sparse_attention(
+            q_BRnD, self.keys, self.values, expiry, scale=scale, q_pos_BQ=now_Bn, k_pos_BHT=self.position
+        )[0]

@@ -1,0 +1,293 @@
+"""The store of every policy that scores tokens: sinks, a window, and the k best of the rest by static priority."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvpop.budget import Budget
+from kvpop.core.cutoff import NEVER, departures, ranks, running_cutoff
+from kvpop.core.priority import static_priority
+from kvpop.ops.sparse_attention.api import held_attention, sparse_attention
+from kvpop.scorers import Scorer
+from kvpop.slots.base import FAR, Slots, least, take, write
+from kvpop.slots.journal import Journal, Update
+
+# Shapes: B rows, R = H * G query heads, H KV heads, M slots, n new tokens, T = M + n candidates, D head dim, E = D_k + D_v,
+# P pinned spans a row.
+
+Attention = Callable[..., tuple[Tensor, Tensor]]
+"""Anything with the signature of ``sparse_attention`` with positions."""
+
+
+class RankedSlots(Slots):
+    """For every such policy it keeps exactly the set the training mask keeps.
+
+    Write-once while decoding: a token keeps its slot until it is overwritten, leaving the window only makes it eligible.
+    ``extend`` lays the held tokens out anew, sorted by position.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        scorer: Scorer,
+        log_gamma_H: Tensor,
+        decay_step: int,
+        k_like: Tensor,
+        v_like: Tensor,
+        attention: Attention | None = None,
+    ) -> None:
+        rows = k_like.shape[0]
+        self.attention = attention
+        H, D, V, device = k_like.shape[1], k_like.shape[-1], v_like.shape[-1], k_like.device
+        self.budget, self.scorer, self.log_gamma, self.decay_step = budget, scorer, log_gamma_H.detach(), decay_step
+        M = budget.slots
+        wide = torch.promote_types(k_like.dtype, torch.float32)
+        self.keys = torch.zeros(rows, H, M, D, dtype=k_like.dtype, device=device)
+        self.values = torch.zeros(rows, H, M, V, dtype=v_like.dtype, device=device)
+        self.position = torch.full((rows, H, M), -1, dtype=torch.int32, device=device)
+        self.priority = torch.zeros(rows, H, M, dtype=wide, device=device)
+        self.seen = torch.zeros(rows, dtype=torch.long, device=device)
+        self.taken = torch.zeros((), dtype=torch.long, device=device)
+        self.state = scorer.init_state(rows, device)
+        self.pins: Tensor | None = None
+        self.journal: Journal | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        own = {name: getattr(self, name) for name in ("keys", "values", "position", "priority", "seen")}
+        if self.pins is not None:
+            own["pins"] = self.pins
+        return own | {f"state.{i}": x for i, x in enumerate(self.state)}
+
+    def replace(self, tensors: dict[str, Tensor]) -> None:
+        tensors = dict(tensors)
+        self.state = tuple(tensors.pop(f"state.{i}") for i in range(len(self.state)))
+        for name, x in tensors.items():
+            setattr(self, name, x)
+        self.log_gamma = self.log_gamma.to(self.seen.device)
+
+    def select(self, rows_n: Tensor) -> None:
+        super().select(rows_n)
+        if self.journal is not None:
+            self.journal.map(lambda x: x.index_select(0, rows_n.to(x.device)))
+
+    def clear(self, rows: Tensor | slice = slice(None)) -> None:
+        super().clear(rows)
+        with torch.inference_mode(False), torch.no_grad():
+            for x, fresh in zip(self.state, self.scorer.init_state(1, self.seen.device)):
+                x[rows] = fresh
+        self._forget()
+
+    def put(self, row: int, other: Slots, other_row: int = 0) -> None:
+        assert isinstance(other, RankedSlots)
+        if other.pins is not None:
+            self._room_for_pins(other.pins.shape[1])
+        if self.pins is not None:
+            other._room_for_pins(self.pins.shape[1])
+        super().put(row, other, other_row)
+        self._forget()
+
+    def to(self, device: torch.device | str) -> None:
+        super().to(device)
+        if self.journal is not None:
+            self.journal.map(lambda x: x.to(device))
+
+    def nbytes(self) -> int:
+        return super().nbytes() + (0 if self.journal is None else self.journal.nbytes())
+
+    # Pinned tokens: a table of spans, so that what is pinned depends on nothing but its position.
+
+    def _room_for_pins(self, spans: int) -> None:
+        have = 0 if self.pins is None else self.pins.shape[1]
+        if spans > have:
+            grown = self.seen.new_zeros(len(self.seen), spans, 2)
+            if self.pins is not None:
+                grown[:, :have] = self.pins
+            self.pins = grown
+
+    def pin(self, spans_BP2: Tensor) -> None:
+        with torch.inference_mode(False):
+            self.pins = None
+            self._room_for_pins(spans_BP2.shape[1])
+            if self.pins is not None:
+                self.pins.copy_(spans_BP2)
+
+    def _pinned(self, position_BHT: Tensor) -> Tensor | None:
+        if self.pins is None:
+            return None
+        start, stop = self.pins[:, None, None].unbind(-1)
+        return ((position_BHT[..., None] >= start) & (position_BHT[..., None] < stop)).any(-1)
+
+    # Scores, decoding, prefill.
+
+    @torch.no_grad()
+    def _score(self, x_new: Tensor, x_due: Tensor, position: Tensor, valid: Tensor | None) -> Tensor:
+        score, state = self.scorer.advance(self.state, x_new, x_due, valid)
+        for kept, fresh in zip(self.state, state):  # written in place: the store's memory never moves
+            kept.copy_(fresh)
+        return static_priority(score.to(self.priority.dtype), position, self.log_gamma, self.decay_step)
+
+    def step(self, q_BR1D: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, valid_B: Tensor | None, scale: float) -> Tensor:
+        """Append, update the scorer, score t = q - w, evict, attend (the order of the method)."""
+        s, w, M = self.budget.sinks, self.budget.window, self.budget.slots
+        now_B11 = self.seen[:, None, None].clone()  # ``seen`` is counted up below
+        valid_B1 = None if valid_B is None else valid_B[:, None]
+        x_new = torch.cat([k_BH1D, v_BH1D], dim=-1)
+        state = () if self.journal is None else tuple(x.clone() for x in self.state)
+        if self.scorer.delayed:
+            is_due = self.position == now_B11 - w
+            due = is_due.int().argmax(-1, keepdim=True)
+            x_due = torch.cat([take(self.keys, due), take(self.values, due)], dim=-1)
+            if valid_B is not None:
+                is_due &= valid_B[:, None, None]
+            self.priority.copy_(torch.where(is_due, self._score(x_new, x_due, now_B11 - w, valid_B1), self.priority))
+            fresh = torch.zeros_like(self.priority[..., :1])
+        else:
+            fresh = self._score(x_new, x_new, now_B11.expand(-1, x_new.shape[1], -1), valid_B1)
+        eligible = (self.position >= s) & (self.position <= now_B11 - w)
+        pinned = self._pinned(self.position)
+        if pinned is not None:
+            eligible &= ~pinned
+        victim = least(self.priority, self.position, eligible)[..., None]
+        slot = torch.where(now_B11 >= M, victim, now_B11.clamp(max=M - 1))
+        if self.journal is not None:
+            lost = {name: take(getattr(self, name), slot) for name in LOST}
+            if valid_B is not None:
+                lost["position"] = lost["position"].masked_fill(~valid_B[:, None, None], -1)
+            self.journal.add(Update(k_BH1D, v_BH1D, now_B11[:, 0, 0], state, lost, valid_B1))
+        write(self.keys, slot, k_BH1D, valid_B)
+        write(self.values, slot, v_BH1D, valid_B)
+        write(self.position, slot, now_B11.expand_as(slot).int(), valid_B)
+        write(self.priority, slot, fresh, valid_B)
+        self.seen += 1 if valid_B is None else valid_B
+        if self.attention is None:
+            return held_attention(q_BR1D, self.keys, self.values, self.position >= 0, scale)
+        expiry = torch.where(self.position >= 0, NEVER, 0)
+        now_B1 = now_B11[:, 0]
+        return self.attention(
+            q_BR1D, self.keys, self.values, expiry, scale=scale, q_pos_BQ=now_B1, k_pos_BHT=self.position
+        )[0]
+
+    def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:
+        """Each new query sees its own retained set: held and new tokens form one sequence of arrivals."""
+        w, M = self.budget.window, self.budget.slots
+        B, H, n, _ = k_BHnD.shape
+        state = () if self.journal is None else tuple(x.clone() for x in self.state)
+        offset_n = torch.arange(n, device=k_BHnD.device)
+        valid_Bn = offset_n < count_B[:, None]
+        now_Bn = torch.where(valid_Bn, self.seen[:, None] + offset_n, FAR)
+        # Candidates by position: held tokens, then new ones, then empty slots and padding.
+        position_BHT = torch.cat(
+            [self.position.long().where(self.position >= 0, FAR), now_Bn[:, None].expand(B, H, n)], 2
+        )
+        order_BHT = position_BHT.argsort(dim=-1, stable=True)
+        position_BHT = take(position_BHT, order_BHT)
+        k_BHTD = take(torch.cat([self.keys, k_BHnD], 2), order_BHT)
+        v_BHTD = take(torch.cat([self.values, v_BHnD], 2), order_BHT)
+        priority_BHT = take(torch.cat([self.priority, self.priority.new_zeros(B, H, n)], 2), order_BHT)
+        # Score what becomes due: the i-th new token makes the token w before it due (or itself, when not delayed).
+        lag = w if self.scorer.delayed else 0
+        due_Bn = self.seen.clamp(max=M)[:, None] + offset_n - lag
+        due_BHn = due_Bn.clamp(min=0)[:, None].expand(B, H, n)
+        x_new = torch.cat([k_BHnD, v_BHnD], dim=-1)
+        x_due = torch.cat([take(k_BHTD, due_BHn), take(v_BHTD, due_BHn)], dim=-1) if lag else x_new
+        fresh_BHn = self._score(x_new, x_due, (now_Bn - lag)[:, None], valid_Bn)
+        landed = (valid_Bn & (due_Bn >= 0))[:, None].expand(B, H, n)
+        spare = priority_BHT.shape[-1]  # scores of nothing real land behind the end
+        priority_BHT = torch.cat([priority_BHT, priority_BHT[..., :1]], -1)
+        priority_BHT = priority_BHT.scatter(2, due_BHn.where(landed, spare), fresh_BHn)[..., :spare]
+        expiry_BHT = self._expiry(priority_BHT, position_BHT)
+        out, _ = (self.attention or sparse_attention)(
+            q_BRnD, k_BHTD, v_BHTD, expiry_BHT, scale=scale, q_pos_BQ=now_Bn, k_pos_BHT=position_BHT
+        )
+        last_B11 = (self.seen + count_B - 1)[:, None, None]
+        survives = (position_BHT <= last_B11) & (expiry_BHT > last_B11)
+        if self.journal is not None:
+            gone = (position_BHT < self.seen[:, None, None]) & ~survives
+            where = (~gone).int().argsort(dim=-1, stable=True)[..., :n]
+            lost = {"keys": k_BHTD, "values": v_BHTD, "position": position_BHT.int(), "priority": priority_BHT}
+            lost = {name: take(x, where) for name, x in lost.items()}
+            lost["position"] = lost["position"].where(take(gone, where), -1)
+            self.journal.add(Update(k_BHnD, v_BHnD, self.seen.clone(), state, lost))
+        keep_BHM = (~survives).int().argsort(dim=-1, stable=True)[..., :M]
+        self.keys.copy_(take(k_BHTD, keep_BHM))
+        self.values.copy_(take(v_BHTD, keep_BHM))
+        self.position.copy_(take(position_BHT, keep_BHM).where(take(survives, keep_BHM), -1))
+        self.priority.copy_(take(priority_BHT, keep_BHM))
+        self.seen += count_B
+        return out
+
+    def _expiry(self, priority_BHT: Tensor, position_BHT: Tensor) -> Tensor:
+        """Expiry of every candidate, candidates sorted by position: the running top-k picks up where it stands.
+
+        Tokens already ranked arrive first; there are at most k of them, so nothing is dropped before the first new
+        arrival. Tokens that are not yet due arrive last: what they drop, they drop after this chunk.
+        """
+        s, w = self.budget.sinks, self.budget.window
+        expiry_BHT = torch.full_like(position_BHT, NEVER)
+        pinned = self._pinned(position_BHT)
+        rank_BHA = ranks(priority_BHT[..., s:], None if pinned is None else pinned[..., s:])
+        A = rank_BHA.shape[-1]
+        leaves_BHA = departures(rank_BHA, running_cutoff(rank_BHA, self.budget.long))
+        dropped_by = take(position_BHT[..., s:], leaves_BHA.clamp(max=A - 1)) + w
+        expiry_BHT[..., s:] = torch.where(leaves_BHA < A, dropped_by, NEVER)
+        return expiry_BHT
+
+    # Taking tokens back.
+
+    def record(self, reach: int) -> None:
+        if not 1 <= reach <= self.chunk:
+            raise ValueError(f"rollback must be between 1 and {self.chunk} tokens, got {reach}")
+        self.reach, self.journal = reach, Journal(reach)
+
+    def _forget(self) -> None:
+        if self.journal is not None:
+            self.journal.updates.clear()
+
+    def _several(self, q: Tensor, k: Tensor, v: Tensor, valid_Bn: Tensor | None, scale: float) -> Tensor:
+        out = super()._several(q, k, v, valid_Bn, scale)
+        if self.journal is not None:
+            self.journal.updates[-1].valid_Bn = valid_Bn
+        return out
+
+    @property
+    def undoable(self) -> int:
+        return 0 if self.journal is None else self.journal.tokens
+
+    @torch.no_grad()
+    def crop(self, tokens: int) -> None:
+        assert 0 <= tokens <= self.undoable
+        self.taken -= tokens
+        while tokens > 0:
+            assert self.journal is not None
+            update = self.journal.updates.pop()
+            self._undo(update)
+            kept = update.tokens - tokens
+            if kept > 0:
+                k, v = update.keys[:, :, :kept], update.values[:, :, :kept]
+                valid = None if update.valid_Bn is None else update.valid_Bn[:, :kept]
+                count_B = torch.full_like(self.seen, kept) if valid is None else valid.sum(-1)
+                self.extend(torch.zeros_like(k), k, v, count_B, 1.0)  # nobody reads what these queries attend to
+                self.journal.updates[-1].valid_Bn = valid
+            tokens -= update.tokens
+
+    def _undo(self, update: Update) -> None:
+        """What was held before: what is still here of it, and what was driven out. Laid out by position.
+
+        The priorities of tokens that were not due before are not restored: they are not read until they are set again.
+        """
+        both = {name: torch.cat([getattr(self, name), lost], 2) for name, lost in update.lost.items()}
+        position = both["position"]
+        there = (position >= 0) & (position < update.seen_B[:, None, None])
+        order = position.where(there, NEVER).argsort(dim=-1, stable=True)[..., : self.budget.slots]
+        both["position"] = position.where(there, -1)
+        for name, x in both.items():
+            getattr(self, name).copy_(take(x, order))
+        self.seen.copy_(update.seen_B)
+        for kept, before in zip(self.state, update.state):
+            kept.copy_(before)
+
+
+LOST = ("keys", "values", "position", "priority")
