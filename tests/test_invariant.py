@@ -106,7 +106,20 @@ def cases(draw):
         "heads": draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)])),
         "family": draw(st.sampled_from(["llama", "qwen3"])),
         "seed": draw(st.integers(0, 1000)),
+        # Positions to pin, per row: at most as many as there are long-range slots.
+        "pinned": [
+            draw(st.sets(st.integers(budget.sinks, max(length, budget.sinks + 1)), max_size=budget.long))
+            if draw(st.booleans())
+            else set()
+            for length in lengths
+        ],
+        # After (or with) every piece: tokens that are taken in and taken back, and how they come.
+        "junk": draw(st.one_of(st.just(None), st.tuples(st.integers(1, 7), st.sampled_from(JUNK)))),
+        "spare_reach": draw(st.integers(0, 5)),
     }
+
+
+JUNK = ["with the piece", "in one call", "one by one"]
 
 
 def run_case(case) -> None:
@@ -121,28 +134,50 @@ def run_case(case) -> None:
     for i, row in enumerate(rows):
         part = slice(longest - len(row), longest) if case["side"] == "left" else slice(0, len(row))
         ids[i, part], mask[i, part] = row, 1
-    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    pinned = case.get("pinned") or [set()] * len(rows)
     reference = []
-    for row in rows:
-        whole, expiry = expiries(model, row[None])
+    for row, pins in zip(rows, pinned):
+        marks = torch.tensor([[t in pins for t in range(len(row))]])
+        whole, expiry = expiries(model, row[None], pinned=marks if any(pinned) else None)
         if case["kind"] != "streaming-cache":  # attends at other positions: no plain mask describes its logits
             whole = masked_reference(model, row[None], dense_masks(expiry))
         reference.append((whole[0], expiry))
 
-    cache = BoundedCache(model)
+    count, how = case.get("junk") or (0, "")
+    cache = BoundedCache(model, rollback=count + case["spare_reach"] if count else 0)
+    if any(pinned):
+        cache.pin([[(t, t + 1) for t in sorted(pins)] for pins in pinned])
     padded = bool((mask == 0).any())
     logits = []
-    for start, stop in zip(case["bounds"], case["bounds"][1:]):
+
+    def feed(new: torch.Tensor, real: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        position = (before.sum(-1, keepdim=True) + real.cumsum(-1) - 1).clamp(min=0)
+        covered = torch.cat([before, real], 1) if padded or bool((real == 0).any()) else None
         with torch.no_grad():
-            out = model(
-                ids[:, start:stop],
-                attention_mask=mask[:, :stop] if padded else None,
-                position_ids=position_ids[:, start:stop],
-                use_cache=True,
-                **{cache_argument(model): cache},
-            )
-        logits.append(out.logits)
+            return model(
+                new, attention_mask=covered, position_ids=position, use_cache=True, **{cache_argument(model): cache}
+            ).logits
+
+    for start, stop in zip(case["bounds"], case["bounds"][1:]):
+        junk = torch.randint(3, VOCAB, (len(rows), count), generator=generator)
+        real = torch.randint(0, 2, junk.shape, generator=generator) if padded else torch.ones_like(junk)
+        before = mask[:, :start]
+        if how == "with the piece":
+            both = torch.cat([ids[:, start:stop], junk], 1), torch.cat([mask[:, start:stop], real], 1)
+            logits.append(feed(*both, before)[:, : stop - start])
+        else:
+            size = 1 if how == "one by one" else max(count, 1)
+            for part, marks in zip(junk.split(size, dim=1), real.split(size, dim=1)) if count else ():
+                feed(part, marks, before)
+                before = torch.cat([before, marks], 1)
+            cache.crop(-(count // 2))
+            cache.crop(count // 2 - count)
+            logits.append(feed(ids[:, start:stop], mask[:, start:stop], mask[:, :start]))
+        if how == "with the piece":
+            cache.crop(-(count // 3))
+            cache.crop(count // 3 - count)
         held = cache.held_positions()
+        assert int(cache.get_seq_length()) == stop
         for i, (_, expiry) in enumerate(reference):
             seen = int(mask[i, :stop].sum())
             assert cache.tokens_seen()[i] == seen
@@ -150,6 +185,7 @@ def run_case(case) -> None:
             for layer in range(2):
                 assert held[layer][i] == expected[layer][0], (case, stop, i, layer)
                 assert all(len(head) == min(seen, budget.slots) for head in held[layer][i])
+                assert all(pin in head for head in held[layer][i] for pin in pinned[i] if pin < seen)
     logits = torch.cat(logits, dim=1)
     for i, (expected, _) in enumerate(reference):
         torch.testing.assert_close(logits[i][mask[i].bool()], expected, rtol=1e-9, atol=1e-9)
@@ -158,6 +194,7 @@ def run_case(case) -> None:
 @settings(max_examples=250)
 @given(cases())
 def test_cache_holds_what_the_mask_keeps(case):
+    """Whatever is pinned, and whatever was taken in and taken back on the way."""
     run_case(case)
 
 
@@ -170,7 +207,7 @@ def test_every_policy_at_edge_budgets_and_chunk_sizes_around_the_window(kind, si
         run_case(
             {
                 "kind": kind, "budget": budget, "lengths": [length, max(1, length // 2)], "side": "left",
-                "bounds": [*range(0, length, chunk), length], "heads": (2, 2), "family": "llama", "seed": chunk,
+                "bounds": [*range(0, length, chunk), length], "heads": (2, 2), "family": "llama", "seed": chunk, "spare_reach": 0,
             }
         )  # fmt: skip
 

@@ -34,7 +34,9 @@ def tiny_model(
     return model
 
 
-def expiries(model: PreTrainedModel, ids: Tensor, documents: Documents | None = None) -> tuple[Tensor, list[Tensor]]:
+def expiries(
+    model: PreTrainedModel, ids: Tensor, documents: Documents | None = None, pinned: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """Logits and each layer's expiry [B, H, S] of a cache-free pass under the attached policy."""
     found: dict[int, Tensor] = {}
 
@@ -43,9 +45,8 @@ def expiries(model: PreTrainedModel, ids: Tensor, documents: Documents | None = 
 
     documents = documents or Documents.single(*ids.shape)
     with torch.no_grad():
-        out = model(
-            ids, position_ids=documents.position_BS, use_cache=False, kvpop=SequencePass(documents, observe=observe)
-        )
+        call = SequencePass(documents, observe=observe, pinned_BS=pinned)
+        out = model(ids, position_ids=documents.position_BS, use_cache=False, kvpop=call)
     return out.logits, [found[layer] for layer in sorted(found)]
 
 
