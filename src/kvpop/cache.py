@@ -35,9 +35,9 @@ class BoundedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, policy: LayerPolicy, config: Any, rollback: int = 0) -> None:
+    def __init__(self, policy: LayerPolicy, config: Any, weight: Tensor, rollback: int = 0) -> None:
         super().__init__()
-        self.policy, self.config, self.rollback = policy, config, rollback
+        self.policy, self.config, self.weight, self.rollback = policy, config, weight, rollback
         self.slots: Slots | None = None
         self.spans: list[list[tuple[int, int]]] | None = None
 
@@ -48,7 +48,7 @@ class BoundedLayer(CacheLayerMixin):
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedLayer:
         """A copy with its own store, for the same model: the policy and its scorer are shared."""
         memo.update({id(module): module for module in self.policy.modules()})
-        twin = type(self)(self.policy, self.config, self.rollback)
+        twin = type(self)(self.policy, self.config, self.weight, self.rollback)
         twin.slots, twin.is_initialized = copy.deepcopy(self.slots, memo), self.is_initialized
         twin.spans = self.spans
         return twin
@@ -197,9 +197,9 @@ class BoundedCache(Cache):
     """
 
     def __init__(self, model: Any, *, rollback: int = 0) -> None:
-        policies = sorted(
-            (m for m in model.modules() if isinstance(m, LayerPolicy)), key=lambda policy: policy.shape.layer
-        )
+        found = [(getattr(m, IMPLEMENTATION, None), m) for m in model.modules()]
+        owners = {policy: module for policy, module in found if isinstance(policy, LayerPolicy)}
+        policies = sorted(owners, key=lambda policy: policy.shape.layer)
         if not policies:
             raise ValueError(f"{type(model).__name__} has no policy attached: call kvpop.attach(model, policy) first")
         if not 0 <= rollback <= CHUNK:
@@ -207,7 +207,18 @@ class BoundedCache(Cache):
         if rollback:
             for policy in policies:
                 policy.check_rollback()
-        super().__init__(layers=[BoundedLayer(policy, model.config.get_text_config(), rollback) for policy in policies])
+        config = model.config.get_text_config()
+        super().__init__(
+            layers=[BoundedLayer(policy, config, next(owners[policy].parameters()), rollback) for policy in policies]
+        )
+
+    def allocate(self, rows: int) -> None:
+        """Make the stores of a fresh cache now, in the dtype of the weights, instead of at the first call."""
+        for layer in self.bounded_layers:
+            if layer.slots is None:
+                shape = (rows, layer.policy.shape.kv_heads, 0, layer.policy.shape.head_dim)
+                like = layer.weight.detach().new_empty(shape)
+                layer.lazy_initialization(like, like)
 
     @property
     def bounded_layers(self) -> list[BoundedLayer]:

@@ -77,8 +77,7 @@ def _wavelet(rank_XA: Tensor, k: int) -> Tensor:
     value = torch.zeros_like(left)
     for bit in reversed(range(max(1, (A - 1).bit_length()))):
         is_one = (level_XA >> bit) & 1
-        ones = torch.zeros(N, A + 1, dtype=torch.long, device=device)
-        torch.cumsum(is_one, dim=-1, out=ones[:, 1:])
+        ones = torch.nn.functional.pad(is_one.cumsum(-1), (1, 0))
         zeros_total = A - ones[:, -1:]
         ones_left, ones_right = ones.gather(1, left), ones.gather(1, right)
         inside = ones_right - ones_left
