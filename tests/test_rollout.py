@@ -11,7 +11,7 @@ from kvpop.budget import Budget, dense_bytes
 from kvpop.cache import BoundedCache
 from kvpop.plots import demo_figure, training_figure
 from kvpop.policies import POLICIES, KVpop, policy_by_name
-from kvpop.rollout import TextStream, generate, nucleus, prompt_ids
+from kvpop.rollout import TextStream, generate, prompt_ids
 from tests.tiny import VOCAB, tiny_model
 
 BUDGET = Budget(sinks=2, window=8, long=6)
@@ -72,17 +72,6 @@ def test_sampling_depends_on_the_seed_alone():
     assert draw(0) == first
     assert torch.equal(torch.get_rng_state(), state)
     assert draw(1) != first
-
-
-def test_nucleus_keeps_the_likeliest_that_complete_the_mass():
-    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    assert torch.allclose(nucleus(logits, 1.0, 0), logits.exp())
-    assert torch.allclose(nucleus(logits, 0.6, 0), torch.tensor([0, 4 / 7, 0, 3 / 7]))
-    assert torch.allclose(nucleus(logits, 0.8, 0), torch.tensor([0, 4, 2, 3]) / 9)
-    assert torch.allclose(nucleus(logits, 1e-6, 0), torch.tensor([0.0, 1, 0, 0]))
-    assert torch.allclose(nucleus(logits, 1.0, 2), torch.tensor([0, 4 / 7, 0, 3 / 7]))
-    assert torch.allclose(nucleus(torch.zeros(4), 1.0, 1), torch.tensor([1.0, 0, 0, 0]))
-    assert torch.allclose(logits.exp(), torch.tensor([0.1, 0.4, 0.2, 0.3]))
 
 
 def test_a_tiny_temperature_is_greedy():
@@ -182,6 +171,12 @@ def test_a_character_cut_off_at_the_end_is_shown():
     assert stream.put(ord("a")) == "a"
     assert stream.put("漢".encode()[0]) == ""
     assert stream.put("漢".encode()[1], last=True) == "\ufffd"
+
+
+def test_what_waits_can_be_asked_for():
+    stream = TextStream(Bytes())
+    assert stream.put("漢".encode()[0]) == stream.put("漢".encode()[1]) == ""
+    assert [stream.flush(), stream.flush(), stream.text] == ["\ufffd", "", "\ufffd"]
 
 
 def test_prompts_take_the_chat_template_unless_raw():

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from kvpop.adapter import load, load_policy
     from kvpop.attachment import attach, detach
     from kvpop.cache import BoundedCache
+    from kvpop.engine import Engine
     from kvpop.policies import Dense, KVpop, Oracle, Random, Streaming, Tova
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ _LAZY = {
     "attach": "kvpop.attachment",
     "detach": "kvpop.attachment",
     "BoundedCache": "kvpop.cache",
+    "Engine": "kvpop.engine",
     **{name: "kvpop.policies" for name in ("Dense", "KVpop", "Oracle", "Random", "Streaming", "Tova")},
 }
 
@@ -35,6 +37,7 @@ __all__ = [
     "BoundedCache",
     "Budget",
     "Dense",
+    "Engine",
     "KVpop",
     "Oracle",
     "Random",

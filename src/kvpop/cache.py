@@ -284,7 +284,7 @@ class BoundedCache(Cache):
     def clear(self, row: int) -> None:
         """Empty one row, in place."""
         for store in self.stores:
-            store.clear(torch.tensor([row], device=store.seen.device))
+            store.clear(slice(row, row + 1))
 
     def held_positions(self) -> list[list[list[list[int]]]]:
         """Sorted positions held, as [layer][row][KV head]: positions count a row's real tokens from 0."""

@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kvpop.attachment import attached_policies, cache_argument
 from kvpop.budget import dense_bytes
 from kvpop.cache import BoundedCache
+from kvpop.sampling import Sampling, checked, draw
 
 # Shapes: S new tokens of the prompt, V vocabulary. Batch is 1 throughout.
 
@@ -50,48 +51,33 @@ def generate(
     stop_ids: Collection[int] = (),
     cache: BoundedCache | None = None,
     prefill_chunk: int = 512,
+    generator: torch.Generator | None = None,
 ) -> Iterator[Step]:
     """Tokens that follow ``ids_1S`` [1, S] under the attached policy, one ``Step`` each; a stop token is the last one.
 
     Temperature 0 takes the most likely token. Above 0, tokens are drawn from the softmax at that temperature of the
     ``top_k`` likeliest (0: all), cut to the likeliest that hold ``top_p`` of the mass; the draw depends on ``seed`` only.
     A ``cache`` that was used before is continued; afterwards it holds the past of the last token, not that token itself.
+    A ``generator`` (as ``Sampling.generator`` makes one) takes the place of the seed and is left where the draws ended.
 
-    Raises ValueError for ids of another shape, settings out of range, or a model without a policy.
+    Raises ValueError for ids of another shape, settings out of range, or a model without a policy; while generating, for
+    logits that are NaN.
     """
     if ids_1S.ndim != 2 or len(ids_1S) != 1 or ids_1S.shape[1] < 1:
         raise ValueError(f"the prompt must be ids of shape [1, S] with S at least 1, got {tuple(ids_1S.shape)}")
-    for name, value, low in (
-        ("max_new_tokens", max_new_tokens, 1),
-        ("top_k", top_k, 0),
-        ("prefill_chunk", prefill_chunk, 1),
-    ):
-        if value < low:
-            raise ValueError(f"{name} must be at least {low}, got {value}")
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    sampling = Sampling(temperature, top_p, top_k, seed)
     cache = BoundedCache(model) if cache is None else cache
-    generator = torch.Generator().manual_seed(seed)
-
-    def choose(logits_V: Tensor) -> int:
-        if temperature == 0:
-            return int(logits_V.argmax())
-        probabilities_V = nucleus(logits_V.float().cpu() / temperature, top_p, top_k)
-        return int(torch.multinomial(probabilities_V, 1, generator=generator))
-
-    return _steps(model, ids_1S, max_new_tokens, choose, frozenset(stop_ids), cache, prefill_chunk)
+    chance = sampling.uniforms(generator)
+    return _steps(model, ids_1S, max_new_tokens, sampling, chance, frozenset(stop_ids), cache, prefill_chunk)
 
 
-def nucleus(logits_V: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Probabilities of the ``top_k`` likeliest tokens (0: all), zero past the first that complete ``top_p`` of the mass."""
-    sorted_V, order_V = logits_V.sort(descending=True, stable=True)
-    if top_k:
-        sorted_V[top_k:] = -torch.inf
-    p_V = sorted_V.softmax(-1)
-    p_V[p_V.cumsum(-1) - p_V >= top_p] = 0.0  # the mass before a token: the likeliest always stays
-    return torch.zeros_like(p_V).scatter_(0, order_V, p_V / p_V.sum())
+def pass_options(model: PreTrainedModel) -> dict[str, Any]:
+    """What every forward pass of generation is given beside its tokens and its cache: logits of the last token will do."""
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    return {"use_cache": True, **last}
 
 
 @torch.no_grad()
@@ -99,15 +85,14 @@ def _steps(
     model: PreTrainedModel,
     ids_1S: Tensor,
     count: int,
-    choose: Any,
+    sampling: Sampling,
+    uniforms: Iterator[float],
     stop: frozenset[int],
     cache: BoundedCache,
     chunk: int,
 ) -> Iterator[Step]:
     device = next(model.parameters()).device
-    keywords: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        keywords["logits_to_keep"] = 1
+    keywords = {cache_argument(model): cache, **pass_options(model)}
     shape = attached_policies(model)[0].shape
     fresh_1n = ids_1S.to(device)
     seen = cache.tokens_seen()[0] if cache.stores else 0  # real tokens: padding of earlier turns has no position
@@ -115,9 +100,9 @@ def _steps(
         started = time.perf_counter()
         for part_1n in fresh_1n.split(chunk, dim=1):
             position_1n = torch.arange(seen, seen + part_1n.shape[1], device=device)[None]
-            logits_V = model(input_ids=part_1n, position_ids=position_1n, **keywords).logits[0, -1]
+            logits_1V = model(input_ids=part_1n, position_ids=position_1n, **keywords).logits[:, -1]
             seen += part_1n.shape[1]
-        token = choose(logits_V)
+        token = checked(int(draw(logits_1V, [sampling], [next(uniforms)])))
         seconds = time.perf_counter() - started
         dense = dense_bytes(
             seen,
@@ -148,14 +133,43 @@ class TextStream:
     def put(self, token: int, last: bool = False) -> str:
         """The text that ``token`` completes, perhaps none; ``last`` gives out what was waiting."""
         self.tokens.append(token)
+        return self.flush() if last else self._say(whole=True)
+
+    def flush(self) -> str:
+        """The text that was waiting: nothing more will come."""
+        return self._say(whole=False)
+
+    def _say(self, whole: bool) -> str:
         before = self._decode(self.tokens[self._start : self._said])
         now = self._decode(self.tokens[self._start :])
-        if now.endswith("\ufffd") and not last:
+        if whole and now.endswith("\ufffd"):
             return ""
         self._start, self._said = self._said, len(self.tokens)
         fresh = now[len(before) :]
         self.text += fresh
         return fresh
+
+
+class Words:
+    """Token ids to text, piece by piece, up to the first stop string: what may be the beginning of one waits."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self.stream, self.stop = TextStream(tokenizer), stop
+        self.stopped = False
+        self._waiting = ""
+
+    def put(self, token: int | None, last: bool = False) -> str:
+        """The text that is certain now; ``last`` gives out what was waiting. A token of None adds no text."""
+        text = self._waiting + (self.stream.flush() if token is None else self.stream.put(token, last))
+        found = [at for stop in self.stop if (at := text.find(stop)) >= 0]
+        self.stopped = bool(found)
+        certain = min(found) if found else len(text) - (0 if last else self._beginning(text))
+        self._waiting = text[certain:]
+        return text[:certain]
+
+    def _beginning(self, text: str) -> int:
+        """How many of the last characters may be the beginning of a stop string."""
+        return max((n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
 
 def prompt_ids(tokenizer: Any, text: str, raw: bool = False) -> Tensor:

@@ -18,6 +18,9 @@ CHUNK = 512
 """Longest piece of a prompt worked on at once; the result does not depend on it."""
 
 
+EVERY = slice(None)
+
+
 def take(x_BHTX: Tensor, index_BHn: Tensor) -> Tensor:
     """Gather along dim 2 for [B, H, T] and [B, H, T, X]."""
     if x_BHTX.ndim == 3:
@@ -127,12 +130,12 @@ class Slots(ABC):
             else:
                 self.replace(moved)
 
-    def clear(self, rows: Tensor | slice = slice(None)) -> None:
+    def clear(self, rows: slice = EVERY) -> None:
         """Empty the given rows, in place."""
         with torch.inference_mode(False), torch.no_grad():
             for name, x in self.tensors().items():
                 x[rows] = -1 if name == "position" else 0
-            if rows == slice(None):
+            if rows == EVERY:
                 self.taken.zero_()
 
     def put(self, row: int, other: Slots, other_row: int = 0) -> None:

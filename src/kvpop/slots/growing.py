@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpop.core.cutoff import NEVER
 from kvpop.ops.sparse_attention.api import sparse_attention
-from kvpop.slots.base import FAR, Slots, take
+from kvpop.slots.base import EVERY, FAR, Slots, take
 
 # Shapes: B rows, R = H * G query heads, H KV heads, n new tokens, D head dim.
 
@@ -32,13 +32,13 @@ class GrowingSlots(Slots):
         for name, x in tensors.items():
             setattr(self, name, x)
 
-    def clear(self, rows: Tensor | slice = slice(None)) -> None:
+    def clear(self, rows: slice = EVERY) -> None:
         super().clear(rows)
         self._compact(0)
 
     def put(self, row: int, other: Slots, other_row: int = 0) -> None:
         columns = int(other.seen[other_row])
-        self.clear(torch.tensor([row], device=self.seen.device))
+        self.clear(slice(row, row + 1))
         self._compact(columns)
         there = (other.position[other_row, 0] >= 0).nonzero()[:, 0]
         for own, theirs in zip((self.keys, self.values, self.position), (other.keys, other.values, other.position)):

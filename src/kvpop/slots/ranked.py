@@ -12,7 +12,7 @@ from kvpop.core.cutoff import NEVER, departures, ranks, running_cutoff
 from kvpop.core.priority import static_priority
 from kvpop.ops.sparse_attention.api import held_attention, sparse_attention
 from kvpop.scorers import Scorer
-from kvpop.slots.base import FAR, Slots, least, take, write
+from kvpop.slots.base import EVERY, FAR, Slots, least, take, write
 from kvpop.slots.journal import Journal, Update
 
 # Shapes: B rows, R = H * G query heads, H KV heads, M slots, n new tokens, T = M + n candidates, D head dim, E = D_k + D_v,
@@ -73,7 +73,7 @@ class RankedSlots(Slots):
         if self.journal is not None:
             self.journal.map(lambda x: x.index_select(0, rows_n.to(x.device)))
 
-    def clear(self, rows: Tensor | slice = slice(None)) -> None:
+    def clear(self, rows: slice = EVERY) -> None:
         super().clear(rows)
         with torch.inference_mode(False), torch.no_grad():
             for x, fresh in zip(self.state, self.scorer.init_state(1, self.seen.device)):

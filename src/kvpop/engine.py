@@ -1,0 +1,316 @@
+"""Continuous batching: any number of prompts through a fixed number of rows.
+
+A sequence's bounded cache has a constant size, so one cache of [rows, H, M, D] with a position per row serves them all:
+a request takes a free row, is prefilled, decodes together with the others, and leaves its row to the next one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpop.attachment import cache_argument
+from kvpop.cache import BoundedCache
+from kvpop.rollout import Words, pass_options, prompt_ids
+from kvpop.sampling import Sampling, checked, draw, upload
+
+# Shapes: B rows, n new tokens of one prompt, V vocabulary.
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and what has become of it so far.
+
+    ``tokens`` are what was generated, a stop token included. ``text`` is their text without special tokens, a stop token,
+    or a stop string and what follows it; what may yet become a stop string or a whole character is held back. ``seen``
+    tokens were taken in by the model. ``finish_reason`` is None until the end; ``error`` says more if it is "error". Times
+    are seconds of ``time.perf_counter``.
+    """
+
+    id: int
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    engine: Engine = field(repr=False)
+    cache: BoundedCache | None = field(repr=False)  # its own, until it is prefilled
+    words: Words | None = field(repr=False)
+    uniforms: Iterator[float] = field(repr=False)
+    submitted: float
+    row: int | None = None
+    seen: int = 0
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+    def cancel(self) -> None:
+        """End it now, wherever it is, and free its row. Does nothing once it has finished; ``text`` stays as it is."""
+        self.engine._end(self, "cancelled")
+
+    def take(self, token: int) -> str:
+        """Add a token; returns the text it completes, and sets ``finish_reason`` if it is the last."""
+        self.tokens.append(checked(token))
+        self.first_token = self.first_token or time.perf_counter()
+        full = len(self.tokens) == self.max_new_tokens
+        reason: FinishReason | None = "stop" if token in self.stop_ids else "length" if full else None
+        fresh = ""
+        if self.words is not None:
+            fresh = self.words.put(None if reason == "stop" else token, last=reason is not None)
+            self.text += fresh
+            reason = "stop" if self.words.stopped else reason
+        if reason is not None:
+            self.engine._end(self, reason)
+        return fresh
+
+
+@dataclass(frozen=True)
+class Event:
+    """One more token of a request, and the text that it completes (perhaps none).
+
+    ``token`` is None if the request ended in an error instead. Whether it was the last: ``request.finish_reason``.
+    """
+
+    request: Request
+    token: int | None
+    text: str
+
+
+class Engine:
+    """Generation for many requests at once; each gets what ``rollout.generate`` gives it alone (in low precision up to
+    rounding).
+
+    A step takes in at most ``prefill_chunk`` tokens of prompts, then decodes one token of every row that is ready: a long
+    prompt does not stall the others. Prompts are prefilled alone, in order of submission, cut every ``prefill_chunk`` tokens.
+    Decoding has static shapes, and rows that are idle change nothing. Not for several threads at once.
+
+    An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
+    memory, an interrupt), what it has written is unknown: every request that has a row ends with that error, it is raised,
+    and the engine goes on with those that wait.
+
+    Raises ValueError for a model without a policy, or for settings below 1.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, *, rows: int = 8, prefill_chunk: int = 512
+    ) -> None:
+        for name, value in (("rows", rows), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        BoundedCache(model)  # raises if there is no policy
+        self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
+        self.device = next(model.parameters()).device
+        self.cache: BoundedCache | None = None  # made like the first one that is prefilled
+        self.rows: list[Request | None] = [None] * rows
+        self.waiting: deque[Request] = deque()
+        self._ids = itertools.count()
+        self._cache_argument, self._options = cache_argument(model), pass_options(model)
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Tensor,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        stop_ids: Collection[int] = (),
+        pinned: Sequence[tuple[int, int]] = (),
+    ) -> Request:
+        """Queue a prompt: text as it is (chats: ``rollout.prompt_ids``), or token ids, [S] or [1, S] if they are a tensor.
+
+        Generation ends after ``max_new_tokens``, at a token of ``stop_ids``, or when the text contains a string of ``stop``.
+        Tokens are chosen as ``Sampling`` says. ``pinned`` are spans of positions as in ``BoundedCache.pin``.
+
+        Raises ValueError, and queues nothing, if anything is empty, out of range, does not fit, or needs a tokenizer that
+        the engine does not have.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        sampling = Sampling(temperature, top_p, top_k, seed)
+        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in strings:
+            raise ValueError("a stop string must have at least 1 character, got ''")
+        if self.tokenizer is None and (strings or isinstance(prompt, str)):
+            raise ValueError("prompts of text and stop strings need a tokenizer: Engine(model, tokenizer)")
+        if isinstance(prompt, str):
+            prompt = prompt_ids(self.tokenizer, prompt, raw=True)
+        if isinstance(prompt, Tensor):
+            if prompt.ndim != 1 and (prompt.ndim != 2 or len(prompt) != 1):
+                raise ValueError(f"the prompt must be ids of shape [S] or [1, S], got {tuple(prompt.shape)}")
+            prompt = prompt.flatten().tolist()
+        ids, last_ids = self._checked_ids("the prompt", prompt), self._checked_ids("stop_ids", stop_ids)
+        if not ids:
+            raise ValueError("the prompt must have at least 1 token, got none")
+        cache = BoundedCache(self.model)
+        if pinned:
+            cache.pin([(operator.index(start), operator.index(end)) for start, end in pinned])
+        words = None if self.tokenizer is None else Words(self.tokenizer, strings)
+        request = Request(
+            next(self._ids), ids, max_new_tokens, sampling, frozenset(last_ids), self, cache, words, sampling.uniforms(),
+            time.perf_counter(),
+        )  # fmt: skip
+        self.waiting.append(request)
+        return request
+
+    def _checked_ids(self, name: str, ids: Iterable[int]) -> list[int]:
+        size = self.model.config.get_text_config().vocab_size
+        for token in (ids := list(ids)):
+            if not hasattr(token, "__index__") or not 0 <= token < size:
+                raise ValueError(
+                    f"{name} must hold token ids of the model's vocabulary, 0 to {size - 1}, got {token!r}"
+                )
+        return [operator.index(token) for token in ids]
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything submitted has not finished."""
+        return bool(self.waiting) or any(self.rows)
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """A piece of the prompts, then one token for every row that decodes. Waits for the device once."""
+        try:
+            due = self._prefill() + self._decode()
+            if not due:
+                return []
+            requests = [request for request, _ in due]
+            token_B = draw(
+                torch.stack([logits_V for _, logits_V in due]),
+                [request.sampling for request in requests],
+                [next(request.uniforms) for request in requests],
+            )
+            return [self._take(request, token) for request, token in zip(requests, token_B.tolist())]
+        except BaseException as error:
+            for request in filter(None, self.rows):
+                self._end(request, "error", error)
+            raise
+
+    def _prefill(self) -> list[tuple[Request, Tensor]]:
+        """Take in a step's share of the prompts; requests whose prompt is complete, each with its last logits [V]."""
+        complete, room = [], self.prefill_chunk
+        while (request := self._next_prompt()) is not None and request.cache is not None and request.row is not None:
+            part = request.prompt[request.seen : request.seen + self.prefill_chunk]
+            if len(part) > room:
+                break
+            room -= len(part)
+            positions = range(request.seen, request.seen + len(part))
+            ids_1n, position_1n = upload([[part], [positions]], self.device)
+            logits_1V = self._forward(request.cache, ids_1n, position_1n)
+            request.seen += len(part)
+            if request.seen == len(request.prompt):
+                if self.cache is None:
+                    self.cache = request.cache.like(len(self.rows))
+                self.cache.put(request.row, request.cache)
+                request.cache = None
+                complete.append((request, logits_1V[0]))
+        return complete
+
+    def _next_prompt(self) -> Request | None:
+        """The request whose prompt is being taken in; else the first that waits, if a row is free."""
+        for request in filter(None, self.rows):
+            if request.seen < len(request.prompt):
+                return request
+        if not self.waiting or None not in self.rows:
+            return None
+        request = self.waiting.popleft()
+        request.row = self.rows.index(None)
+        self.rows[request.row] = request
+        return request
+
+    def _decode(self) -> list[tuple[Request, Tensor]]:
+        """Take in the last token of every row that has one; those requests, each with its next logits [V]."""
+        active = [request if request is not None and request.tokens else None for request in self.rows]
+        if self.cache is None or not any(active):
+            return []
+        inputs = [(0, 0, 0) if request is None else (request.tokens[-1], request.seen, 1) for request in active]
+        ids_B1, position_B1, valid_B1 = upload(list(zip(*inputs)), self.device)[..., None]
+        logits_BV = self._forward(self.cache, ids_B1, position_B1, valid_B1)
+        for request in filter(None, active):
+            request.seen += 1
+        return [(request, logits_V) for request, logits_V in zip(active, logits_BV) if request is not None]
+
+    def _forward(self, cache: BoundedCache, ids: Tensor, position: Tensor, valid: Tensor | None = None) -> Tensor:
+        keywords = {self._cache_argument: cache, **self._options}
+        return self.model(input_ids=ids, position_ids=position, attention_mask=valid, **keywords).logits[:, -1]
+
+    def _take(self, request: Request, token: int) -> Event:
+        try:
+            return Event(request, token, request.take(token))
+        except Exception as error:
+            self._end(request, "error", error)
+            return Event(request, None, "")
+
+    def _end(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
+        if request.finish_reason is not None:
+            return
+        request.finish_reason, request.error, request.finished = reason, error, time.perf_counter()
+        request.cache = None
+        if request.row is None:
+            self.waiting.remove(request)
+            return
+        self.rows[request.row] = None
+        if self.cache is not None:
+            self.cache.clear(request.row)
+        request.row = None
+
+    def run(self) -> Iterator[Event]:
+        """Step until everything submitted has finished. More may be submitted, and requests cancelled, meanwhile."""
+        while self.busy:
+            for event in self.step():
+                if event.request.finish_reason != "cancelled":
+                    yield event
+
+    def stream(self, request: Request) -> Iterator[str]:
+        """The text of one request from its beginning, as it becomes certain; steps the engine, and so all others, too.
+
+        Raises the request's error if it ends in one, and ValueError for a request of another engine.
+        """
+        if request.engine is not self:
+            raise ValueError(f"request {request.id} was submitted to another engine")
+        said = 0
+        while True:
+            if said < len(request.text):
+                piece = request.text[said:]
+                said += len(piece)
+                yield piece
+            elif request.finish_reason is None:
+                self.step()
+            else:
+                break
+        if request.error is not None:
+            raise request.error
+
+    def generate(self, prompts: Iterable[str | Sequence[int] | Tensor], **settings: Any) -> list[Request]:
+        """Submit prompts with the same settings (see ``submit``) and finish them all; the requests in the given order.
+
+        Raises the first error that a request ended in. Whatever is raised, none of these requests is left unfinished.
+        """
+        requests: list[Request] = []
+        try:
+            for prompt in prompts:
+                requests.append(self.submit(prompt, **settings))
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+        finally:
+            for request in requests:
+                request.cancel()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return requests
