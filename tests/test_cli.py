@@ -19,9 +19,11 @@ from typer.testing import CliRunner
 
 import kvpop
 from kvpop import models as base_models
-from kvpop.cli import app, as_strict_json, retrieval_cells
+from kvpop.cli import app
 from kvpop.distill import Trainer
+from kvpop.jobs import retrieval_cells
 from kvpop.measure import RetrievalScores
+from kvpop.terminal import as_strict_json
 from tests.tiny import VOCAB, tiny_model
 
 SMALL = ["--budget", "24", "--sinks", "2", "--window", "8"]
@@ -153,14 +155,14 @@ def test_distill_in_full_mode_changes_the_weights_and_its_adapter_generates(fold
 
 
 def test_the_mix_holds_the_share_of_retrieval_documents(folder, monkeypatch):
-    from kvpop import cli
+    from kvpop.jobs import training_stream
     from kvpop.models import load_base
 
     _, tokenizer = load_base(str(folder / "model"))
-    plain = cli.training_stream(str(folder / "texts"), tokenizer, 350, 1, 0, 2100, 0.0)
-    mixed = cli.training_stream(str(folder / "texts"), tokenizer, 350, 1, 0, 2100, 0.25)
+    plain = training_stream(str(folder / "texts"), tokenizer, 350, 1, 0, 2100, 0.0)
+    mixed = training_stream(str(folder / "texts"), tokenizer, 350, 1, 0, 2100, 0.25)
     assert (len(plain), len(mixed)) == (6, 8)
-    limited = cli.training_stream(str(folder / "texts"), tokenizer, 350, 1, 0, 800, 0.0)
+    limited = training_stream(str(folder / "texts"), tokenizer, 350, 1, 0, 800, 0.0)
     assert sum(int((limited.batch(i)["document_ids"] >= 0).sum()) for i in range(len(limited))) == 800
 
 
@@ -418,3 +420,35 @@ def test_help_loads_nothing_heavy():
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert result.stdout.splitlines()[-1] == "[]"
     assert time.perf_counter() - started < 5  # 0.4 s on an idle machine
+
+
+def test_a_session_goes_on_where_it_ended(folder, adapter, tmp_path):
+    common = ["--model", folder / "model", "--adapter", adapter, "--temperature", "1", "--seed", "5", "--raw", "--json"]
+    begin = ["--prompt", "w3 w4 w5 " * 20]
+    whole = json.loads(call("generate", *common, *begin, "--max-new-tokens", "12").stdout)
+    state = ["--session", tmp_path / "s"]
+    first = json.loads(call("generate", *common, *begin, *state, "--max-new-tokens", "7").stdout)
+    size = (tmp_path / "s").stat().st_size
+    second = json.loads(call("generate", *common, *state, "--max-new-tokens", "5").stdout)
+    assert (first["text"] + " " + second["text"]).split() == whole["text"].split()
+    assert second["tokens_seen"] == whole["tokens_seen"]
+    third = json.loads(call("generate", *common, *state, "--prompt", "w7 w8", "--max-new-tokens", "5").stdout)
+    assert third["tokens_seen"] > second["tokens_seen"]
+    assert abs((tmp_path / "s").stat().st_size - size) < 200
+    assert "belongs to another" in refused(
+        "generate", "--model", folder / "model", "--policy", "random", "--prompt", "w1", *state
+    )
+
+
+def test_generate_takes_a_ratio_dense_layers_and_pins(folder, adapter):
+    common = ["--model", folder / "model", "--adapter", adapter, "--prompt", "w3 " * 60, "--max-new-tokens", "3", "--raw"]
+    ratio = ["--ratio", "0.25", "--context", "64"]
+    assert json.loads(call("generate", *common, *ratio, "--json").stdout)["tokens_held"] == 16
+    report = json.loads(call("generate", *common, *ratio, "--dense-layers", "1", "--json").stdout)
+    assert (report["tokens_held"], report["budget"]) == (62, None)
+    assert "58 pinned tokens do not fit into 14 long-range" in refused("generate", *common, "--pin-prompt")  # 2 sinks
+    assert "belong together" in refused("generate", *common, "--ratio", "0.5")
+    assert "either --budget or --ratio" in refused("generate", *common, *ratio, "--budget", "20")
+    assert "layers are 0 to 1" in refused("generate", *common, "--dense-layers", "3")
+    short = [*common[:5], "w3 w4", *common[6:]]
+    assert call("generate", *short, "--pin-prompt").exit_code == 0

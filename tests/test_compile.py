@@ -74,9 +74,7 @@ def test_case_16_rows_of_any_length_and_idle_rows_share_the_graph() -> None:
         awake = torch.tensor([[True], [step % 3 != 0], [step < 10]])
         position = torch.tensor(lengths)[:, None]
         with torch.no_grad():
-            logits = compiled(
-                ids, attention_mask=awake, position_ids=position, **{cache_argument(model): cache}
-            ).logits
+            logits = compiled(ids, attention_mask=awake, position_ids=position, **{cache_argument(model): cache}).logits
         for row in range(3):
             if awake[row]:
                 expected = feed(model, singles[row], ids[row : row + 1], position_ids=position[row : row + 1])
@@ -166,7 +164,7 @@ def test_what_is_written_stays_where_it_is() -> None:
     assert where() == before
 
 
-def test_a_row_that_is_put_or_cleared_is_that_row(dtype: torch.dtype = torch.float64) -> None:
+def test_a_row_that_is_put_or_cleared_is_that_row() -> None:
     model = model_with(POLICIES["mlp+mlstm"])
     singles: list[BoundedCache] = []
     for row, length in enumerate((30, 4)):

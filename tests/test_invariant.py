@@ -144,7 +144,7 @@ def run_case(case) -> None:
         reference.append((whole[0], expiry))
 
     count, how = case.get("junk") or (0, "")
-    cache = BoundedCache(model, rollback=count + case["spare_reach"] if count else 0)
+    cache = BoundedCache(model, rollback=count + case.get("spare_reach", 0) if count else 0)
     if any(pinned):
         cache.pin([[(t, t + 1) for t in sorted(pins)] for pins in pinned])
     padded = bool((mask == 0).any())
@@ -207,7 +207,7 @@ def test_every_policy_at_edge_budgets_and_chunk_sizes_around_the_window(kind, si
         run_case(
             {
                 "kind": kind, "budget": budget, "lengths": [length, max(1, length // 2)], "side": "left",
-                "bounds": [*range(0, length, chunk), length], "heads": (2, 2), "family": "llama", "seed": chunk, "spare_reach": 0,
+                "bounds": [*range(0, length, chunk), length], "heads": (2, 2), "family": "llama", "seed": chunk,
             }
         )  # fmt: skip
 

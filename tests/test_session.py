@@ -75,7 +75,7 @@ def saved(tmp_path: Path, policy: Policy) -> Path:
 
 
 @pytest.mark.parametrize(
-    "other, message",
+    ("other", "message"),
     [
         (KVpop(Budget(2, 4, 5)), r"another model|another policy: .*budget"),
         (KVpop(SMALL, scorer="mlp"), "another model: weights"),

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 import kvpop
 from kvpop.attachment import CHILD, attach, attached_policies
 from kvpop.budget import Budget
-from kvpop.policies import KVpop, LayerPolicy, LayerShape, Policy
+from kvpop.policies import ByLayer, KVpop, LayerPolicy, LayerShape, Policy
 
 FORMAT = 1
 CONFIG, SCORERS, BASE = "kvpop.json", "scorers.safetensors", "base.safetensors"
@@ -193,12 +193,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load(
-    base_model: str | PreTrainedModel, directory: str | Path, *, budget: Budget | None = None, **options: Any
+    base_model: str | PreTrainedModel,
+    directory: str | Path,
+    *,
+    budget: Budget | None = None,
+    layers: Mapping[int, Budget | Policy] | None = None,
+    **options: Any,
 ) -> PreTrainedModel:
     """The model with its trained policy attached: ``generate`` now uses a bounded cache.
 
     ``base_model`` is a loaded model or a name for ``kvpop.models.load_base`` (``options``: dtype, device). ``budget``
-    overrides the one it was trained for. Raises AdapterError naming what does not fit: format, model shapes, tensors; the
+    overrides the one it was trained for; ``layers`` gives single layers another budget, or another policy such as
+    ``Dense()``. Raises AdapterError naming what does not fit: format, model shapes, tensors; the
     model is then as it was.
     """
     config = read_config(directory)
@@ -222,7 +228,10 @@ def load(
     if config.get("base_weights"):
         weights = read_tensors(Path(directory) / config["base_weights"])
         check_tensors(weights, base_tensors(model), "base weights")
-    attach(model, trained)  # checks the scorers; only now, with nothing left to fail, is the model changed
+    others = {i: trained.with_budget(p) if isinstance(p, Budget) else p for i, p in (layers or {}).items()}
+    attach(
+        model, ByLayer(trained, others)
+    )  # checks the scorers; only now, with nothing left to fail, is the model changed
     own = base_tensors(model)
     with torch.no_grad():
         for name, tensor in weights.items():

@@ -286,6 +286,27 @@ class BoundedCache(Cache):
         for store in self.stores:
             store.clear(slice(row, row + 1))
 
+    def pinned(self) -> list[list[tuple[int, int]]]:
+        """The spans that are pinned in each row, as ``pin`` takes them."""
+        for layer in self.bounded_layers:
+            table = getattr(layer.slots, "pins", None)
+            if table is not None:
+                return [[(start, stop) for start, stop in row if stop > start] for row in table.tolist()]
+        return []
+
+    def report(self) -> list[dict[str, Any]]:
+        """For every layer that has been used: its policy, slots per KV head (None: growing) and bytes allocated."""
+        return [
+            {
+                "layer": layer.policy.shape.layer,
+                "policy": type(layer.policy).__name__.removesuffix("Layer").lower(),
+                "slots": layer.slots.position.shape[-1] if layer.policy.bounded else None,
+                "bytes": layer.slots.nbytes(),
+            }
+            for layer in self.bounded_layers
+            if layer.slots is not None
+        ]
+
     def held_positions(self) -> list[list[list[list[int]]]]:
         """Sorted positions held, as [layer][row][KV head]: positions count a row's real tokens from 0."""
         return [store.held() for store in self.stores]

@@ -60,8 +60,24 @@ def read_adapter(directory: Path) -> dict[str, Any]:
     return read_config(directory)
 
 
-def chosen_budget(slots: int | None, sinks: int | None, window: int | None, adapter: Path | None) -> Budget:
-    """The options where given, else the adapter's own budget, else 256 slots with 4 sinks and a window of 64."""
+def chosen_budget(
+    slots: int | None,
+    sinks: int | None,
+    window: int | None,
+    adapter: Path | None,
+    ratio: float | None = None,
+    context: int | None = None,
+) -> Budget:
+    """The options where given, else the adapter's own budget, else 256 slots with 4 sinks and a window of 64.
+
+    Slots may be given as a ``ratio`` of the tokens of a ``context``. Raises ValueError for half of the two, or for both ways.
+    """
+    if (ratio is None) != (context is None):
+        raise ValueError(f"--ratio and --context belong together, got {ratio} and {context}")
+    if ratio is not None and context is not None:
+        if slots is not None:
+            raise ValueError(f"give either --budget or --ratio and --context, got {slots} and {ratio} of {context}")
+        slots = Budget.of_ratio(ratio, context, sinks=0, window=1).slots
     own = Budget(**read_adapter(adapter)["policy"]["budget"]) if adapter is not None else DEFAULT
     return Budget.of_slots(
         own.slots if slots is None else slots,

@@ -172,12 +172,19 @@ class Words:
         return max((n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
 
-def prompt_ids(tokenizer: Any, text: str, raw: bool = False) -> Tensor:
-    """Ids [1, S] of a prompt: as a user's message in the tokenizer's chat template, or as it is (``raw``, or no template)."""
+def prompt_ids(tokenizer: Any, text: str, raw: bool = False, going_on: bool = False) -> Tensor:
+    """Ids [1, S] of a prompt: as a user's message in the tokenizer's chat template, or as it is (``raw``, or no template).
+
+    ``going_on``: only what the template adds for a further message, after an answer.
+    """
     if raw or not tokenizer.chat_template:
-        return torch.tensor([tokenizer.encode(text)])
-    message = [{"role": "user", "content": text}]
-    chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return torch.tensor([tokenizer.encode(text, add_special_tokens=not going_on)])
+    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}] if going_on else []
+    chat = tokenizer.apply_chat_template(
+        [*before, {"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    if before:
+        chat = chat.removeprefix(tokenizer.apply_chat_template(before, tokenize=False))
     return torch.tensor([tokenizer.encode(chat, add_special_tokens=False)])
 
 

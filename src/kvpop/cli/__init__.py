@@ -1,0 +1,89 @@
+"""The command line: one file per command. Everything heavy is imported inside them, so that ``--help`` is quick.
+
+Results go to stdout, progress to stderr; with --json stdout holds one JSON object and nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import kvpop
+from kvpop.cli.distill import distill
+from kvpop.cli.evaluate import evaluate
+from kvpop.cli.generate import generate
+from kvpop.cli.options import JsonOption, app
+from kvpop.jobs import read_adapter
+from kvpop.terminal import OUT, print_demo, print_facts, print_json
+
+app.command()(distill)
+app.command()(generate)
+app.command("eval")(evaluate)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvpop {kvpop.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Errors with their traceback.")] = False,
+) -> None:
+    """Long generations of existing language models in a fixed amount of KV-cache memory."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory of report, figures and adapter.")] = Path("out/demo"),
+    minutes: Annotated[float, typer.Option(help="About how long it may take.")] = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Train on the embedded model, compare policies, and show memory staying flat: the whole story on a CPU."""
+    if not minutes > 0:
+        raise ValueError(f"--minutes must be positive, got {minutes}")
+    from kvpop.demo import run_demo
+
+    report, lines = run_demo(out, minutes)
+    if as_json:
+        print_json(report)
+    else:
+        print_demo(report, lines)
+
+
+@app.command()
+def info(
+    directory: Annotated[Path, typer.Argument(help="Directory that distill wrote.")], as_json: JsonOption = False
+) -> None:
+    """What an adapter holds."""
+    from kvpop.adapter import SCORERS, read_tensors
+
+    config = read_adapter(directory)
+    parameters = sum(tensor.numel() for tensor in read_tensors(directory / SCORERS).values())
+    config = {"directory": str(directory), **config, "scorer_parameters": parameters}
+    if as_json:
+        print_json(config)
+        return
+    policy, training = config["policy"], config.get("training", {})
+    slots = policy["budget"]
+    OUT.print()
+    print_facts(
+        {
+            "model": f"{config['model'].get('id')} ({', '.join(f'{v} {k}' for k, v in config['model'].items() if k != 'id')})",
+            "budget": f"{sum(slots.values())} slots per KV head: "
+            f"{slots['sinks']} sinks, {slots['window']} window, {slots['long']} long-range",
+            "scorer": f"{policy['scorer']}, {parameters:,} parameters",
+            "decay": f"starts at {policy['decay']:g}, in {policy['decay_range']} nats a token",
+            "base weights": config.get("base_weights") or "unchanged",
+            "versions": ", ".join(f"{name} {version}" for name, version in config.get("versions", {}).items()),
+            **{f"training: {key}": value for key, value in training.items() if key != "config"},
+            **{f"  {key}": value for key, value in training.get("config", {}).items()},
+        },
+        OUT,
+    )
