@@ -441,7 +441,17 @@ def test_a_session_goes_on_where_it_ended(folder, adapter, tmp_path):
 
 
 def test_generate_takes_a_ratio_dense_layers_and_pins(folder, adapter):
-    common = ["--model", folder / "model", "--adapter", adapter, "--prompt", "w3 " * 60, "--max-new-tokens", "3", "--raw"]
+    common = [
+        "--model",
+        folder / "model",
+        "--adapter",
+        adapter,
+        "--prompt",
+        "w3 " * 60,
+        "--max-new-tokens",
+        "3",
+        "--raw",
+    ]
     ratio = ["--ratio", "0.25", "--context", "64"]
     assert json.loads(call("generate", *common, *ratio, "--json").stdout)["tokens_held"] == 16
     report = json.loads(call("generate", *common, *ratio, "--dense-layers", "1", "--json").stdout)

@@ -24,7 +24,20 @@ ALLOWED = {
     "slots": {"slots", "core", "ops", "scorers", "budget"},
     "policies": {"policies", "slots", "scorers", "core", "ops", "documents", "budget"},
     "cache": {"policies", "slots", "scorers", "core", "ops", "documents", "budget"},
-    "attachment": {"cache", "policies", "slots", "scorers", "core", "ops", "documents", "budget"},
+    "architecture": {"policies", "slots", "scorers", "core", "ops", "documents", "budget"},
+    "generation": {"architecture", "cache", "policies", "slots", "scorers", "core", "ops", "documents", "budget"},
+    "attachment": {
+        "generation",
+        "architecture",
+        "cache",
+        "policies",
+        "slots",
+        "scorers",
+        "core",
+        "ops",
+        "documents",
+        "budget",
+    },
 }
 WITHOUT_TRANSFORMERS = ("budget", "documents", "core", "ops", "scorers", "slots", "policies")
 HEAVY = ("transformers", "matplotlib", "typer", "datasets", "gguf", "triton")

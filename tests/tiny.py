@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -34,6 +37,37 @@ def tiny_model(
     return model
 
 
+def randomise(model: PreTrainedModel, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    """Weights and biases large enough that no part of the model is close to doing nothing."""
+    model = model.to(dtype).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim > 1 or name.endswith("bias"):
+                p.copy_(torch.randn(p.shape, generator=generator) * (0.3 if "embed" in name else 0.2))
+    return model
+
+
+def family_model(
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float64,
+    head: str = "ForCausalLM",
+    config: str = "",
+    **options: object,
+) -> PreTrainedModel:
+    """A tiny random model of any family, from its config class: ``family_model("Qwen2", num_hidden_layers=4)``.
+
+    Raises AttributeError if the installed transformers does not have the family.
+    """
+    sizes = SIZES | dict(num_attention_heads=4, num_key_value_heads=2) | options
+    made = getattr(transformers, config or f"{family}Config")(**sizes)
+    model = randomise(getattr(transformers, family + head)(made), dtype)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped kernels have no float64
+    return model
+
+
 def expiries(
     model: PreTrainedModel, ids: Tensor, documents: Documents | None = None, pinned: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
@@ -50,10 +84,11 @@ def expiries(
     return out.logits, [found[layer] for layer in sorted(found)]
 
 
-def masked_reference(model: PreTrainedModel, ids: Tensor, masks: list[Tensor]) -> Tensor:
+def masked_reference(model: PreTrainedModel, ids: Tensor, masks: Sequence[Tensor | None]) -> Tensor:
     """Logits of the plain model (nothing attached) when layer i attends under the dense boolean mask masks[i] [B, H, S, S].
 
-    Written against the attention modules themselves, without any code of the package.
+    A layer whose mask is None keeps the mask that the model itself gives it. Written against the attention modules
+    themselves, without any code of the package.
     """
     hooks = []
     previous = model.config._attn_implementation
@@ -67,7 +102,8 @@ def masked_reference(model: PreTrainedModel, ids: Tensor, masks: list[Tensor]) -
         return hook
 
     for module, mask in zip(attention_modules(model), masks):
-        hooks.append(module.register_forward_pre_hook(give(mask), with_kwargs=True))
+        if mask is not None:
+            hooks.append(module.register_forward_pre_hook(give(mask), with_kwargs=True))
     try:
         with torch.no_grad():
             return model(ids, use_cache=False).logits

@@ -6,24 +6,24 @@ One attention function and one mask function are registered with transformers on
 
 from __future__ import annotations
 
-import inspect
-import sys
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvpop.cache import IMPLEMENTATION, BoundedCache
+from kvpop.architecture import CHILD, attached_policies, attention_kinds, attention_modules, cache_argument, rotary_of
+from kvpop.cache import IMPLEMENTATION
 from kvpop.documents import Documents
+from kvpop.generation import HOOKS, generation_hooks
 from kvpop.policies import LayerPolicy, LayerShape, Policy, SequencePass
-from kvpop.policies.base import HANDOVER, Rotary
+from kvpop.policies.base import HANDOVER
 from kvpop.policies.window import WindowLayer
 
-CHILD = "kvpop"
+__all__ = ["attach", "attached_policies", "attention", "attention_modules", "cache_argument", "detach", "padding_mask"]
 
 
 def attention(
@@ -42,8 +42,10 @@ def attention(
     policy: LayerPolicy | None = getattr(module, CHILD, None)
     if policy is None:
         raise ValueError("this model shares its config with one that has a kvpop policy attached: give it its own copy")
-    if given is not None and given[0] is not policy:
+    if given is not None and given.policy is not policy:
         raise ValueError("the cache belongs to another model: make a BoundedCache of this one")
+    if given is not None and (given.key is not key or given.value is not value):
+        raise ValueError(f"layer {policy.shape.layer} attends with other keys or values than it gave to the cache")
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise ValueError(f"layer {policy.shape.layer} uses {name}, which kvpop does not support yet")
@@ -65,7 +67,7 @@ def attention(
             raise ValueError(
                 "packed documents and observers are for cache-free passes: call the model with use_cache=False"
             )
-        out = given[1].attend(query, key, value, attention_mask, scale)
+        out = given.slots.attend(query, key, value, attention_mask, scale)
     else:
         if key.shape[2] != query.shape[2]:
             raise ValueError(
@@ -91,9 +93,20 @@ def _documents(query: Tensor, valid_BS: Tensor | None, position_ids: Tensor | No
 
 
 def padding_mask(
-    *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
+    *,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    mask_function: Any = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
 ) -> Tensor | None:
     """The registered mask function: which of the q_length new tokens are real, [B, q_length]; None if all are."""
+    if not torch.compiler.is_compiling() and (use_vmap or _looks_ahead(mask_function)):
+        raise ValueError(
+            "the model asks for attention that is not causal (images, or a block of tokens that see each other): kvpop "
+            "supports causal attention only"
+        )
     if attention_mask is None:
         return None
     covered, new = attention_mask.shape[-1], int(q_length)
@@ -107,81 +120,38 @@ def padding_mask(
     return None if mask.shape[1] == new and bool(mask.all()) else mask
 
 
-def attention_modules(model: nn.Module) -> list[Any]:
-    """Attention modules of a decoder in layer order: those that go through the transformers attention interface."""
-    found: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no attention modules with layer_idx and num_key_value_groups: it does not go "
-            "through the transformers attention interface"
-        )
-    return sorted(found, key=lambda m: m.layer_idx)
-
-
-def _rotary(model: nn.Module, kind: str) -> Rotary | None:
-    module = next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
-    rope = getattr(module, "rope_type", "default")
-    rope = rope.get(kind) if isinstance(rope, dict) else rope
-    if module is None or rope in ("dynamic", "longrope"):
-        return None  # frequencies that depend on the length of the input: no fixed rotation by a distance
-    if not _turns_halves(model):
-        return None
-    by_kind = {"layer_type": kind} if "layer_type" in inspect.signature(module.forward).parameters else {}
-    scaling = getattr(module, f"{kind}_attention_scaling" if by_kind else "attention_scaling", 1.0)
-
-    def cos_sin(position_Bn: Tensor) -> tuple[Tensor, Tensor]:
-        like = torch.empty(0, dtype=torch.float32, device=position_Bn.device)
-        cos, sin = module(like, position_Bn, **by_kind)
-        return cos / scaling, sin / scaling
-
-    return cos_sin
-
-
-def cache_argument(model: nn.Module) -> str:
-    """The name under which this transformers release takes a cache: "cache" (newer) or "past_key_values"."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _turns_halves(model: nn.Module) -> bool:
-    """Whether the model's own rotary embedding pairs channel i with channel i + D/2, as ``rotate_back`` does."""
-    source = sys.modules[type(attention_modules(model)[0]).__module__]
-    apply = getattr(source, "apply_rotary_pos_emb", None)
-    if apply is None:
-        return False
-    x, angle = torch.arange(1.0, 9.0).view(1, 1, 1, 8), torch.full((1, 1, 8), 0.5)
-    halves = x * angle.cos() + torch.cat([-x[..., 4:], x[..., :4]], dim=-1) * angle.sin()
-    try:
-        return torch.allclose(apply(x, x, angle.cos(), angle.sin())[0], halves)
-    except (TypeError, RuntimeError):
-        return False
-
-
-def attached_policies(model: nn.Module) -> list[LayerPolicy]:
-    """The layer policies of a model, in layer order; empty if nothing is attached."""
-    return [getattr(m, CHILD) for m in attention_modules(model) if hasattr(m, CHILD)]
+def _looks_ahead(mask_function: Any) -> bool:
+    """Whether a transformers mask function is more than a causal one with further conditions: looks at what it is made of."""
+    name = getattr(mask_function, "__name__", "")
+    if name == "or_mask" or "bidirectional" in name:
+        return True
+    parts = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    inner = [f for part in parts for f in (part if isinstance(part, tuple) else (part,)) if callable(f)]
+    return any(_looks_ahead(f) for f in inner if not isinstance(f, Tensor))
 
 
 def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
-    """Put ``policy`` on every attention layer of ``model``, in place of one attached before; returns the model.
+    """Put ``policy`` on every full-attention layer of ``model``, in place of one attached before; returns the model.
 
     Afterwards a cache-free forward pass runs under the policy's mask, and ``generate`` uses a ``BoundedCache``. Weights are
-    not touched. Raises ValueError for models that do not go through the attention interface or that have sliding layers.
+    not touched. Sliding layers keep the model's own window. Raises ValueError, changing nothing, for models that do not fit.
     """
     modules = attention_modules(model)
     config = model.config.get_text_config()
-    kinds = _kinds(model, config, modules)
+    kinds = attention_kinds(model, config, modules)
     policy.check(len(modules))
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
     layers = []
     for module, kind in zip(modules, kinds):
         weight = next(module.parameters())
+        heads = getattr(module, "num_heads", config.num_attention_heads)  # a model may have more heads in some layers
         shape = LayerShape(
             layer=module.layer_idx,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_attention_heads // module.num_key_value_groups,
+            heads=heads,
+            kv_heads=heads // module.num_key_value_groups,
             head_dim=module.head_dim,
-            rotary=_rotary(model, kind),
+            rotary=rotary_of(model, kind),
         )
         own_window = kind == "sliding_attention"
         layer = (WindowLayer(shape, config.sliding_window) if own_window else policy.layer(shape)).to(weight.device)
@@ -192,79 +162,12 @@ def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
     for module, layer in zip(modules, layers):
         module.add_module(CHILD, layer)
         layer.attached = True
-    model._kvpop_previous = model.config._attn_implementation
-    model.config._attn_implementation = IMPLEMENTATION
-    name = cache_argument(model)
-
-    def prepare_cache(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        mode = next((a for a in (*args, *kwargs.values()) if isinstance(a, GenerationMode)), None)
-        rollback = _rollback(mode, generation_config, model_kwargs, name)
-        if model_kwargs.get(name) is None and generation_config.use_cache is not False:
-            if generation_config.cache_implementation is not None:
-                raise ValueError(
-                    f"cache_implementation={generation_config.cache_implementation!r} cannot be used while a kvpop policy "
-                    "is attached: leave it unset"
-                )
-            model_kwargs[name] = BoundedCache(self, rollback=rollback)
-        return type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
-
-    setattr(model, "_prepare_cache_for_generation", MethodType(prepare_cache, model))  # noqa: B010
+    model._kvpop_previous = config._attn_implementation
+    config._attn_implementation = IMPLEMENTATION
+    if isinstance(model, GenerationMixin):
+        for name, function in generation_hooks(model).items():
+            setattr(model, name, MethodType(function, model))
     return model
-
-
-def _rollback(mode: Any, generation_config: Any, model_kwargs: dict[str, Any], name: str) -> int:
-    """How many tokens a cache must be able to take back for this way of generating; ValueError if a given one cannot."""
-    if mode != GenerationMode.ASSISTED_GENERATION:
-        return 0
-    schedule = generation_config.num_assistant_tokens_schedule
-    if schedule not in (None, "constant") and generation_config.prompt_lookup_num_tokens is None:
-        raise ValueError(
-            f"num_assistant_tokens_schedule={schedule!r} lets the draft grow without bound, and with it what must be rolled "
-            "back: set it to 'constant'"
-        )
-    drafts = (generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens, 20)
-    rollback = next(n for n in drafts if n) + 1
-    given = model_kwargs.get(name)
-    if isinstance(given, BoundedCache) and (have := min(layer.rollback for layer in given.bounded_layers)) < rollback:
-        raise ValueError(
-            f"assisted decoding takes back up to {rollback} tokens, but this cache can take back {have}: make it with "
-            f"BoundedCache(model, rollback={rollback})"
-        )
-    return rollback
-
-
-def _kinds(model: PreTrainedModel, config: Any, modules: list[Any]) -> list[str]:
-    """What kind of attention each layer has; ValueError names what is missing for a model that does not fit."""
-    name = type(model).__name__
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if sliding else "full_attention"] * len(modules)
-    for field in ("attn_logit_softcapping", "attention_sinks", "use_bidirectional_attention"):
-        if getattr(config, field, None):
-            raise ValueError(f"{name} has {field} {getattr(config, field)}, which kvpop does not support yet")
-    for module in modules:
-        if not hasattr(module, "head_dim") or not hasattr(module, "scaling"):
-            raise ValueError(
-                f"{type(module).__name__} has no head_dim: only attention with one key and value per KV head fits"
-            )
-        if kinds[module.layer_idx] not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"layer {module.layer_idx} of {name} is {kinds[module.layer_idx]}: only full_attention layers can be "
-                "bounded, and only sliding_attention layers left as they are"
-            )
-        if next(module.parameters()).device.type == "meta":
-            raise ValueError(
-                f"the weights of layer {module.layer_idx} of {name} are offloaded: attach needs them on a device"
-            )
-    found = [kinds[module.layer_idx] for module in modules]
-    if "full_attention" not in found:
-        raise ValueError(
-            f"all layers of {name} are sliding_attention (sliding_window {config.sliding_window}): nothing to bound"
-        )
-    return found
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
@@ -274,7 +177,8 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
             getattr(module, CHILD).attached = False
             delattr(module, CHILD)
     if "_kvpop_previous" in vars(model):
-        model.config._attn_implementation = vars(model)["_kvpop_previous"]
+        model.config.get_text_config()._attn_implementation = vars(model)["_kvpop_previous"]
         del model._kvpop_previous
-        del model._prepare_cache_for_generation
+        for name in HOOKS:
+            vars(model).pop(name, None)
     return model

@@ -91,9 +91,11 @@ class BoundedLayer(CacheLayerMixin):
                 raise ValueError(f"the cache holds {held}, but the input has {given}")
             self.slots = None  # reset, and now used for another batch
         if self.slots is None:
+            if torch.compiler.is_compiling():
+                raise ValueError("a compiled call cannot make the stores of an empty cache: cache.allocate(rows) first")
             self.lazy_initialization(key_states, value_states)
         assert self.slots is not None
-        HANDOVER.give(self.policy, self.slots)
+        HANDOVER.give(self.policy, self.slots, key_states, value_states)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -145,10 +147,6 @@ class BoundedLayer(CacheLayerMixin):
             self.rollback = ROLLBACK
             if self.slots is not None:
                 self.slots.record(self.rollback)
-
-    @property
-    def undoable(self) -> int:
-        return 0 if self.slots is None else self.slots.undoable
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove and self.slots is not None:
@@ -225,6 +223,15 @@ class BoundedCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
 
     @property
+    def policies(self) -> list[LayerPolicy]:
+        return [layer.policy for layer in self.bounded_layers]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch the cache is made for; 0 before the first use."""
+        return len(self.stores[0].seen) if self.stores else 0
+
+    @property
     def stores(self) -> list[Slots]:
         """The stores of the layers that have been used."""
         return [layer.slots for layer in self.bounded_layers if layer.slots is not None]
@@ -253,7 +260,7 @@ class BoundedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of every row (``-n``, as transformers says it). Exact, or refused with nothing changed."""
-        wanted, within = abs(int(tokens_to_remove)), min((layer.undoable for layer in self.bounded_layers), default=0)
+        wanted, within = abs(int(tokens_to_remove)), min((store.undoable for store in self.stores), default=0)
         taken = int(self.get_seq_length())
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")

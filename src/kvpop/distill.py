@@ -37,6 +37,7 @@ from kvpop.core.target import Target
 from kvpop.data import SequenceStream
 from kvpop.documents import Documents
 from kvpop.kl import distillation_kl
+from kvpop.models import check_head
 from kvpop.policies import Dense, KVpop, LayerView, RankedLayer, SequencePass
 from kvpop.supervision import Summary, Supervised, scorer_loss, supervise
 
@@ -127,6 +128,8 @@ class Trainer:
             raise ValueError(
                 f"a budget with {min(longs)} long-range slots decides nothing: at least 1 is needed to train"
             )
+        if teacher is not None:
+            check_head(model)
         self.budgets = [Budget(policy.budget.sinks, policy.budget.window, long) for long in longs]
         needed = min(b.slots for b in self.budgets) + config.loss.min_future
         if stream.longest_document < needed:
@@ -138,7 +141,7 @@ class Trainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             attach(model, policy)
-        self.layers = attached_policies(model)
+        self.layers = [layer for layer in attached_policies(model) if isinstance(layer, RankedLayer)]
         self.done = 0
         self.weights = weights_digest(model if teacher is None else teacher)  # what training started from
         if teacher is not None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvpop.attachment import attach, detach
 from kvpop.documents import Documents
+from kvpop.models import check_head
 from kvpop.policies import Dense, Policy, SequencePass
 from kvpop.tasks import RetrievalPrompt, score_retrieval
 
@@ -135,6 +136,7 @@ def compare_texts(
         if len(text) <= start + 1:
             raise ValueError(f"a text of {len(text)} tokens has nothing to score from position {start} on")
     found: list[list[dict[str, list[Tensor]]]] = [[{} for _ in texts] for _ in entries]
+    check_head(model)
     with detached_after(model):
         for group in batches([len(text) for text in texts]):
             ids_BS = torch.stack([texts[i] for i in group])
@@ -175,6 +177,7 @@ def compare_retrieval(
 ) -> list[dict[str, RetrievalScores]]:
     """Teacher-forced answers of every prompt under every entry, grouped by task. Detaches at the end."""
     results: list[dict[str, RetrievalScores]] = [{} for _ in entries]
+    check_head(model)
     with detached_after(model):
         for group in batches([prompt.length for prompt in prompts]):
             ids_BS = torch.tensor([prompts[i].tokens for i in group])

@@ -143,3 +143,12 @@ def _convert(gguf: Path, folder: Path) -> None:
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
     plain.save_pretrained(folder)
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """ValueError unless the model's logits are the output of its LM head and nothing more (some scale or cap them)."""
+    ids = torch.arange(2, device=next(model.parameters()).device)[None]
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    if not torch.allclose(model.get_output_embeddings()(hidden), model(ids, use_cache=False).logits, rtol=1e-3):
+        raise ValueError(f"{type(model).__name__} scales or caps the logits of its head, which is not supported here")

@@ -56,17 +56,28 @@ class LayerView:
     score_NHL: Tensor | None = None
 
 
+@dataclass
+class Given:
+    """A store on its way, and the keys and values that the attention function must be called with."""
+
+    policy: LayerPolicy
+    slots: Slots
+    key: Tensor
+    value: Tensor
+
+
 class Handover(threading.local):
     """From a cache's ``update`` to the attention function of the same layer call: which store the call belongs to."""
 
-    given: tuple[LayerPolicy, Slots] | None = None
+    def __init__(self) -> None:  # once in every thread; a compiled graph finds the same attributes at every call
+        self.given: Given | None = None
 
-    def give(self, policy: LayerPolicy, slots: Slots) -> None:
+    def give(self, policy: LayerPolicy, slots: Slots, key: Tensor, value: Tensor) -> None:
         if self.take() is not None:
             raise ValueError("the store of an earlier layer was not taken: the attention implementation was changed")
-        self.given = (policy, slots)
+        self.given = Given(policy, slots, key, value)
 
-    def take(self) -> tuple[LayerPolicy, Slots] | None:
+    def take(self) -> Given | None:
         """What was given since the last call, once."""
         given, self.given = self.given, None
         return given
