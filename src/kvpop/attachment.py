@@ -110,7 +110,7 @@ def padding_mask(
     if attention_mask is None:
         return None
     covered, new = attention_mask.shape[-1], int(q_length)
-    mask = attention_mask[:, -new:].bool()
+    mask = attention_mask[:, -new:].bool().contiguous()  # a view would have another stride at every step
     if torch.compiler.is_compiling() or (new == 1 and mask.device.type != "cpu"):
         return mask  # no look at its values: that would wait for the device
     if covered not in (new, int(kv_length)):
