@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 OLDEST := .venv-oldest
 
-.PHONY: demo test test-slow test-oldest lint format gpu-check clean
+.PHONY: demo test test-slow test-oldest test-all lint format gpu-check clean
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit("kvpop needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -34,6 +34,9 @@ $(OLDEST)/.ready: pyproject.toml $(CONSTRAINTS)
 
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2
+
+# The newest and the oldest transformers, one after the other.
+test-all: test test-oldest
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from kvpop.attachment import attach, attached_policies, cache_argument, detach
@@ -38,6 +39,7 @@ from kvpop.policies import (
 from kvpop.policies.base import HANDOVER
 from kvpop.policies.streaming import StreamingLayer
 from kvpop.policies.tova import TovaLayer
+from kvpop.rollout import generate
 from kvpop.scorers import Scorer
 from kvpop.slots import RankedSlots
 from tests.tiny import VOCAB, dense_masks, expiries, held_by_mask, masked_reference, tiny_model
@@ -100,6 +102,21 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 def snapshot(cache: BoundedCache) -> list[Tensor]:
     return [x.clone() for store in cache.stores for x in store.tensors().values()]
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation gives out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor):
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
 
 
 # Positions, masks, prefill
@@ -291,6 +308,55 @@ def test_case_9_crop_is_refused_and_changes_nothing() -> None:
     assert torch.equal(feed(model, cache, ids[:, 25:]), feed(model, untouched, ids[:, 25:]))
 
 
+@pytest.mark.parametrize("kind", ["kvpop", "random", "streaming", "streaming-cache", "dense"])
+@pytest.mark.parametrize("length", [3, 30])
+def test_case_9_crop_within_reach_is_exact_and_beyond_it_is_refused(kind: str, length: int) -> None:
+    model, ids = model_with(make(kind)), text(2, 60)
+    cache, untouched = BoundedCache(model, rollback=6), BoundedCache(model)
+    feed(model, cache, ids[:, :length])
+    feed(model, untouched, ids[:, :length])
+    for draft, back in ((5, 5), (6, 2), (1, 0), (3, 3)):
+        feed(model, cache, text(2, draft, 99))
+        cache.crop(-back)
+        if draft > back:
+            feed(model, untouched, text(2, draft, 99)[:, : draft - back])
+        assert cache.held_positions() == untouched.held_positions()
+        assert int(cache.get_seq_length()) == int(untouched.get_seq_length())
+    seen = int(cache.get_seq_length())
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match="nothing was changed"):
+        cache.crop(-seen - 1 if kind == "dense" else -7)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(cache)))
+    close(feed(model, cache, ids[:, :20]), feed(model, untouched, ids[:, :20]))
+
+
+def test_case_9_tova_cannot_roll_back_and_says_so() -> None:
+    model = model_with(make("tova"))
+    with pytest.raises(ValueError, match="TOVA cannot roll back"):
+        BoundedCache(model, rollback=3)
+    cache = BoundedCache(model)
+    feed(model, cache, text(1, 20))
+    with pytest.raises(ValueError, match="TOVA cannot roll back"):
+        cache.activate_past_recording()
+
+
+@pytest.mark.parametrize("rollback", [-1, 513])
+def test_a_rollback_out_of_range_is_refused(rollback: int) -> None:
+    with pytest.raises(ValueError, match=f"between 0 and 512 tokens, got {rollback}"):
+        BoundedCache(model_with(make("kvpop")), rollback=rollback)
+
+
+def test_rolling_back_costs_what_the_report_says() -> None:
+    model = model_with(make("kvpop"))
+    plain, cache = BoundedCache(model), BoundedCache(model, rollback=4)
+    sizes = []
+    for _ in range(20):
+        feed(model, plain, text(1, 3))
+        feed(model, cache, text(1, 3))
+        sizes.append(cache.nbytes() - plain.nbytes())
+    assert 0 < sizes[0] <= sizes[-1] == sizes[-2]
+
+
 def test_case_10_a_fresh_cache_is_true_and_is_the_one_that_is_filled() -> None:
     model = model_with(KVpop(SMALL))
     cache = BoundedCache(model)
@@ -464,6 +530,24 @@ def test_case_13_newcomers_compete(decay: float) -> None:
 
 
 # Memory
+
+
+@pytest.mark.parametrize("how", ["by the caller", "by generate", "by rollout.generate"])
+def test_a_long_prompt_taken_in_by_chunks_needs_the_memory_of_one_chunk(how: str) -> None:
+    model = model_with(KVpop(SMALL), dtype=torch.float32)
+    needed = []
+    for length in (600, 2400):
+        cache, ids = BoundedCache(model), text(1, length)
+        with Largest() as largest:
+            if how == "by the caller":
+                for part in ids.split(100, dim=1):
+                    feed(model, cache, part)
+            elif how == "by generate":
+                model.generate(ids, max_new_tokens=2, prefill_chunk_size=100, **{cache_argument(model): cache})
+            else:
+                list(generate(model, ids, max_new_tokens=2, prefill_chunk=100, cache=cache))
+        needed.append(largest.bytes)
+    assert needed[1] < needed[0] + 2400 * 16  # the ids and positions of the prompt itself
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

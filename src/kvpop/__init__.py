@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from kvpop.attachment import attach, detach
     from kvpop.cache import BoundedCache
     from kvpop.engine import Engine
-    from kvpop.policies import Dense, KVpop, Oracle, Random, Streaming, Tova
+    from kvpop.policies import ByLayer, Dense, KVpop, Oracle, Random, Streaming, Tova
+    from kvpop.session import Session
 
 __version__ = "0.1.0"
 
@@ -21,7 +22,8 @@ _LAZY = {
     "detach": "kvpop.attachment",
     "BoundedCache": "kvpop.cache",
     "Engine": "kvpop.engine",
-    **{name: "kvpop.policies" for name in ("Dense", "KVpop", "Oracle", "Random", "Streaming", "Tova")},
+    "Session": "kvpop.session",
+    **{name: "kvpop.policies" for name in ("ByLayer", "Dense", "KVpop", "Oracle", "Random", "Streaming", "Tova")},
 }
 
 
@@ -36,11 +38,13 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "BoundedCache",
     "Budget",
+    "ByLayer",
     "Dense",
     "Engine",
     "KVpop",
     "Oracle",
     "Random",
+    "Session",
     "Streaming",
     "Tova",
     "__version__",
