@@ -50,6 +50,7 @@ format: $(VENV)/.ready
 # On a machine with an NVIDIA GPU; uses the python that is active, which brings its own torch.
 gpu-check:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
+	PYTHONPATH=src $(PYTHON) -m pytest tests/test_cache_step.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) out build dist

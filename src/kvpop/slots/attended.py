@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from kvpop.core.cutoff import NEVER, ranks
+from kvpop.ops.cache_step.api import least, take, write
 from kvpop.ops.sparse_attention.api import sparse_attention
-from kvpop.slots.base import FAR, Slots, least, take, write
+from kvpop.slots.base import FAR, Slots
 
 # Shapes: B rows, R = H * G query heads, H KV heads, M slots, n new tokens, T = M + n candidates, D head dim.
 

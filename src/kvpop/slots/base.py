@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from kvpop.core.cutoff import NEVER
+from kvpop.ops.cache_step.api import take
 
 # Shapes: B rows, R = H * G query heads, H KV heads, M slots, n new tokens, T = M + n candidates, D head dim, E = D_k + D_v.
 
@@ -19,29 +19,6 @@ CHUNK = 512
 
 
 EVERY = slice(None)
-
-
-def take(x_BHTX: Tensor, index_BHn: Tensor) -> Tensor:
-    """Gather along dim 2 for [B, H, T] and [B, H, T, X]."""
-    if x_BHTX.ndim == 3:
-        return x_BHTX.gather(2, index_BHn)
-    return x_BHTX.gather(2, index_BHn[..., None].expand(*index_BHn.shape, x_BHTX.shape[-1]))
-
-
-def write(x_BHTX: Tensor, index_BH1: Tensor, new_BH1X: Tensor, where_B: Tensor | None) -> None:
-    """Write one token a head along dim 2, in place, in the rows where ``where_B`` holds (None: all)."""
-    if where_B is not None:
-        where = where_B.view(-1, *(1,) * (x_BHTX.ndim - 1))
-        new_BH1X = torch.where(where, new_BH1X, take(x_BHTX, index_BH1))
-    index = index_BH1 if x_BHTX.ndim == 3 else index_BH1[..., None].expand_as(new_BH1X)
-    x_BHTX.scatter_(2, index, new_BH1X)
-
-
-def least(value_BHT: Tensor, position_BHT: Tensor, among_BHT: Tensor) -> Tensor:
-    """Index of the least (value, position) pair where ``among`` holds: the older of equals. NaN counts as -inf."""
-    value = torch.nan_to_num(value_BHT, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    lowest = value.masked_fill(~among_BHT, torch.inf).amin(-1, keepdim=True)
-    return position_BHT.masked_fill(~(among_BHT & (value == lowest)), NEVER).argmin(-1)
 
 
 class Slots(ABC):

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpop.core.cutoff import NEVER
+from kvpop.ops.cache_step.api import take
 from kvpop.ops.sparse_attention.api import sparse_attention
-from kvpop.slots.base import EVERY, FAR, Slots, take
+from kvpop.slots.base import EVERY, FAR, Slots
 
 # Shapes: B rows, R = H * G query heads, H KV heads, n new tokens, D head dim.
 

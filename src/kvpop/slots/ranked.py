@@ -10,9 +10,10 @@ from torch import Tensor
 from kvpop.budget import Budget
 from kvpop.core.cutoff import NEVER, departures, ranks, running_cutoff
 from kvpop.core.priority import static_priority
-from kvpop.ops.sparse_attention.api import held_attention, sparse_attention
+from kvpop.ops.cache_step.api import attend_held, choose_slot, impl_for, mark_due, overwrite, pinned, take
+from kvpop.ops.sparse_attention.api import sparse_attention
 from kvpop.scorers import Scorer
-from kvpop.slots.base import EVERY, FAR, Slots, least, take, write
+from kvpop.slots.base import EVERY, FAR, Slots
 from kvpop.slots.journal import Journal, Update
 
 # Shapes: B rows, R = H * G query heads, H KV heads, M slots, n new tokens, T = M + n candidates, D head dim, E = D_k + D_v,
@@ -40,7 +41,7 @@ class RankedSlots(Slots):
         attention: Attention | None = None,
     ) -> None:
         rows = k_like.shape[0]
-        self.attention = attention
+        self.attention, self.impl = attention, impl_for(k_like)
         H, D, V, device = k_like.shape[1], k_like.shape[-1], v_like.shape[-1], k_like.device
         self.budget, self.scorer, self.log_gamma, self.decay_step = budget, scorer, log_gamma_H.detach(), decay_step
         M = budget.slots
@@ -114,12 +115,6 @@ class RankedSlots(Slots):
             if self.pins is not None:
                 self.pins.copy_(spans_BP2)
 
-    def _pinned(self, position_BHT: Tensor) -> Tensor | None:
-        if self.pins is None:
-            return None
-        start, stop = self.pins[:, None, None].unbind(-1)
-        return ((position_BHT[..., None] >= start) & (position_BHT[..., None] < stop)).any(-1)
-
     # Scores, decoding, prefill.
 
     @torch.no_grad()
@@ -131,44 +126,37 @@ class RankedSlots(Slots):
 
     def step(self, q_BR1D: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, valid_B: Tensor | None, scale: float) -> Tensor:
         """Append, update the scorer, score t = q - w, evict, attend (the order of the method)."""
-        s, w, M = self.budget.sinks, self.budget.window, self.budget.slots
-        now_B11 = self.seen[:, None, None].clone()  # ``seen`` is counted up below
+        s, w, now_B11 = self.budget.sinks, self.budget.window, self.seen[:, None, None]
         valid_B1 = None if valid_B is None else valid_B[:, None]
         x_new = torch.cat([k_BH1D, v_BH1D], dim=-1)
         state = () if self.journal is None else tuple(x.clone() for x in self.state)
         if self.scorer.delayed:
-            is_due = self.position == now_B11 - w
-            due = is_due.int().argmax(-1, keepdim=True)
+            due = (self.position == now_B11 - w).int().argmax(-1, keepdim=True)
             x_due = torch.cat([take(self.keys, due), take(self.values, due)], dim=-1)
-            if valid_B is not None:
-                is_due &= valid_B[:, None, None]
-            self.priority.copy_(torch.where(is_due, self._score(x_new, x_due, now_B11 - w, valid_B1), self.priority))
-            fresh = torch.zeros_like(self.priority[..., :1])
+            fresh = self._score(x_new, x_due, now_B11 - w, valid_B1)
         else:
             fresh = self._score(x_new, x_new, now_B11.expand(-1, x_new.shape[1], -1), valid_B1)
-        eligible = (self.position >= s) & (self.position <= now_B11 - w)
-        pinned = self._pinned(self.position)
-        if pinned is not None:
-            eligible &= ~pinned
-        victim = least(self.priority, self.position, eligible)[..., None]
-        slot = torch.where(now_B11 >= M, victim, now_B11.clamp(max=M - 1))
         if self.journal is not None:
+            if self.scorer.delayed:
+                mark_due(self.priority, self.position, fresh, self.seen, w, valid_B)
+            slot = choose_slot(self.position, self.priority, self.seen, s, w, self.pins)
             lost = {name: take(getattr(self, name), slot) for name in LOST}
             if valid_B is not None:
                 lost["position"] = lost["position"].masked_fill(~valid_B[:, None, None], -1)
-            self.journal.add(Update(k_BH1D, v_BH1D, now_B11[:, 0, 0], state, lost, valid_B1))
-        write(self.keys, slot, k_BH1D, valid_B)
-        write(self.values, slot, v_BH1D, valid_B)
-        write(self.position, slot, now_B11.expand_as(slot).int(), valid_B)
-        write(self.priority, slot, fresh, valid_B)
-        self.seen += 1 if valid_B is None else valid_B
+            self.journal.add(Update(k_BH1D, v_BH1D, self.seen.clone(), state, lost, valid_B1))
+        overwrite(
+            self.keys, self.values, self.position, self.priority, k_BH1D, v_BH1D, fresh, self.seen,
+            sinks=s, window=w, due=self.scorer.delayed, valid_B=valid_B, pins_BP2=self.pins, impl=self.impl,
+        )  # fmt: skip
         if self.attention is None:
-            return held_attention(q_BR1D, self.keys, self.values, self.position >= 0, scale)
-        expiry = torch.where(self.position >= 0, NEVER, 0)
-        now_B1 = now_B11[:, 0]
-        return self.attention(
-            q_BR1D, self.keys, self.values, expiry, scale=scale, q_pos_BQ=now_B1, k_pos_BHT=self.position
-        )[0]
+            out = attend_held(q_BR1D, self.keys, self.values, self.position, scale, self.impl)
+        else:
+            expiry = torch.where(self.position >= 0, NEVER, 0)
+            out, _ = self.attention(
+                q_BR1D, self.keys, self.values, expiry, scale=scale, q_pos_BQ=now_B11[:, 0], k_pos_BHT=self.position
+            )
+        self.seen += 1 if valid_B is None else valid_B
+        return out
 
     def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:
         """Each new query sees its own retained set: held and new tokens form one sequence of arrivals."""
@@ -227,8 +215,8 @@ class RankedSlots(Slots):
         """
         s, w = self.budget.sinks, self.budget.window
         expiry_BHT = torch.full_like(position_BHT, NEVER)
-        pinned = self._pinned(position_BHT)
-        rank_BHA = ranks(priority_BHT[..., s:], None if pinned is None else pinned[..., s:])
+        marks = None if self.pins is None else pinned(position_BHT[..., s:], self.pins)
+        rank_BHA = ranks(priority_BHT[..., s:], marks)
         A = rank_BHA.shape[-1]
         leaves_BHA = departures(rank_BHA, running_cutoff(rank_BHA, self.budget.long))
         dropped_by = take(position_BHT[..., s:], leaves_BHA.clamp(max=A - 1)) + w

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Shapes: B batch, R = H * G query heads, H KV heads, G query heads per KV head, Q queries, T keys, D head dim, V value dim.
@@ -62,19 +61,6 @@ def sparse_attention(
 
         return attend_sequence(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale)
     raise ValueError(f"unknown impl {impl!r}: choose 'reference' or 'flex'")
-
-
-def held_attention(q_BRnD: Tensor, k_BHMD: Tensor, v_BHMV: Tensor, held_BHM: Tensor, scale: float) -> Tensor:
-    """Attend to every slot where ``held`` holds: decoding, where whatever is held is seen. [B, R, n, V] in the dtype of q.
-
-    The query heads of a KV head stand side by side as its queries, so keys and values are read once and never repeated.
-    """
-    B, R, n, D = q_BRnD.shape
-    H = k_BHMD.shape[1]
-    out_BHXV = F.scaled_dot_product_attention(
-        q_BRnD.reshape(B, H, R // H * n, D), k_BHMD, v_BHMV, attn_mask=held_BHM[:, :, None], scale=scale
-    )
-    return out_BHXV.reshape(B, R, n, -1)
 
 
 def keep_mask(expiry_BHT: Tensor, q_pos_BQ: Tensor, k_pos_BHT: Tensor) -> Tensor:

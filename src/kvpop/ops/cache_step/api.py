@@ -1,0 +1,83 @@
+"""One decoding step of a ranked store: the new token overwrites the worst eligible one, then the query attends to what is held.
+
+victim = argmin over {i : s <= position_i <= now - w, not pinned} of (priority_i, position_i)
+slot = now while now < M, else victim
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvpop.ops.cache_step.reference import choose_slot, least, mark_due, pinned, take, write
+
+# Shapes: B rows, R = H * G query heads, H KV heads, M slots, D head dim, V value dim, P pinned spans a row.
+
+Impl = Literal["reference", "triton"]
+
+__all__ = [
+    "Impl", "attend_held", "choose_slot", "impl_for", "least", "mark_due", "overwrite", "pinned", "take", "write",
+]  # fmt: skip
+
+
+def impl_for(like: Tensor) -> Impl:
+    """The implementation for a store: Triton on a GPU in up to 32 bits, the reference elsewhere."""
+    return "triton" if like.device.type == "cuda" and like.dtype != torch.float64 else "reference"
+
+
+def overwrite(
+    keys_BHMD: Tensor,
+    values_BHMV: Tensor,
+    position_BHM: Tensor,
+    priority_BHM: Tensor,
+    k_BH1D: Tensor,
+    v_BH1V: Tensor,
+    fresh_BH1: Tensor,
+    now_B: Tensor,
+    *,
+    sinks: int,
+    window: int,
+    due: bool,
+    valid_B: Tensor | None = None,
+    pins_BP2: Tensor | None = None,
+    impl: Impl = "reference",
+) -> None:
+    """Take in token ``now`` of every row, in place.
+
+    ``fresh`` is the priority that this step made: of the token that leaves the window if ``due`` (written where position
+    = now - window), else of the new token. ``position`` is int32, -1 where a slot is empty; ``priority`` float32 or wider,
+    NaN counts as -inf. Rows where ``valid`` is False stay as they are. Tokens in ``pins`` [start, stop) are never chosen.
+
+    Raises ValueError for an unknown ``impl``, and for "triton" off a GPU or in float64.
+    """
+    _check(impl, keys_BHMD)
+    arguments = (keys_BHMD, values_BHMV, position_BHM, priority_BHM, k_BH1D, v_BH1V, fresh_BH1, now_B)
+    if impl == "triton":
+        from kvpop.ops.cache_step.triton import overwrite as run
+    else:
+        from kvpop.ops.cache_step.reference import overwrite as run
+    run(*arguments, sinks, window, due, valid_B, pins_BP2)
+
+
+def attend_held(
+    q_BR1D: Tensor, keys_BHMD: Tensor, values_BHMV: Tensor, position_BHM: Tensor, scale: float, impl: Impl = "reference"
+) -> Tensor:
+    """Attention of one query a head over every slot that holds a token (position >= 0): [B, R, 1, V] in the dtype of q.
+
+    Query head r reads KV head r // G. A head that holds nothing gives zeros. Raises ValueError as ``overwrite`` does.
+    """
+    _check(impl, keys_BHMD)
+    if impl == "triton":
+        from kvpop.ops.cache_step.triton import attend_held as run
+    else:
+        from kvpop.ops.cache_step.reference import attend_held as run
+    return run(q_BR1D, keys_BHMD, values_BHMV, position_BHM, scale)
+
+
+def _check(impl: str, like: Tensor) -> None:
+    if impl not in get_args(Impl):
+        raise ValueError(f"unknown impl {impl!r}: choose {' or '.join(get_args(Impl))}")
+    if impl == "triton" and like.dtype == torch.float64:
+        raise ValueError("impl='triton' works in up to 32 bits, got float64: use impl='reference'")

@@ -1,0 +1,172 @@
+"""The step as three launches: one finds the victim and writes the new token, one attends over splits of the slots, one merges.
+
+A split of a few hundred slots is read by one program; at batch 1 with 8 KV heads 32 splits keep the whole GPU busy. Logits and
+sums are float32. Nothing is asked of the host: positions and lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Shapes: B rows, H KV heads, G query heads per KV head, M slots, D key dim, V value dim, P pinned spans, S splits.
+
+PROGRAMS = 264
+"""About how many programs the attention is spread over: two per multiprocessor of an H100 or H200."""
+BLOCK = 64
+"""Slots that one program loads at once."""
+
+
+@triton.jit
+def _overwrite(
+    keys, values, position, priority, k, v, fresh, now, valid, pins,
+    H, M, sinks, window,
+    D: tl.constexpr, V: tl.constexpr, P: tl.constexpr, DUE: tl.constexpr, VALID: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    row = head // H
+    t = tl.load(now + row).to(tl.int32)
+    real = tl.load(valid + row) != 0 if VALID else True
+    score = tl.load(fresh + head)
+    best_value = float("inf")
+    best_position = 2147483647
+    best_slot = 0
+    for start in range(0, M, BLOCK_M):
+        offset = start + tl.arange(0, BLOCK_M)
+        inside = offset < M
+        where = tl.load(position + head * M + offset, mask=inside, other=-1)
+        value = tl.load(priority + head * M + offset, mask=inside, other=0.0)
+        if DUE:
+            is_due = inside & (where == t - window)
+            value = tl.where(is_due, score, value)
+            tl.store(priority + head * M + offset, value, mask=is_due & real)
+        value = tl.where(value == value, value, float("-inf"))
+        eligible = inside & (where >= sinks) & (where <= t - window)
+        for p in tl.static_range(P):
+            begin = tl.load(pins + (row * P + p) * 2)
+            end = tl.load(pins + (row * P + p) * 2 + 1)
+            eligible &= ~((where >= begin) & (where < end))
+        lowest = tl.min(tl.where(eligible, value, float("inf")), 0)
+        oldest = tl.min(tl.where(eligible & (value == lowest), where, 2147483647), 0)
+        slot = tl.min(tl.where(eligible & (where == oldest), offset, 2147483647), 0)
+        better = (lowest < best_value) | ((lowest == best_value) & (oldest < best_position))
+        best_slot = tl.where(better, slot, best_slot)
+        best_position = tl.where(better, oldest, best_position)
+        best_value = tl.where(better, lowest, best_value)
+    target = tl.where(t >= M, best_slot, t).to(tl.int64) + head * M
+    d = tl.arange(0, BLOCK_D)
+    tl.store(keys + target * D + d, tl.load(k + head * D + d, mask=d < D), mask=(d < D) & real)
+    tl.store(values + target * V + d, tl.load(v + head * V + d, mask=d < V), mask=(d < V) & real)
+    tl.store(position + target, t, mask=real)
+    tl.store(priority + target, 0.0 if DUE else score, mask=real)
+
+
+@triton.jit
+def _attend(
+    q, keys, values, position, out, top, total,
+    M, split,
+    scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    splits = tl.num_programs(1)
+    g, d, e = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    query = tl.load(q + (head * G + g[:, None]) * D + d, mask=(g[:, None] < G) & (d < D), other=0.0)
+    high = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_G], tl.float32)
+    summed = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    for start in range(part * split, tl.minimum(part * split + split, M), BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        inside = (m < M) & (m < part * split + split)
+        held = tl.load(position + head * M + m, mask=inside, other=-1) >= 0
+        key = tl.load(keys + (head * M + m[:, None]) * D + d, mask=held[:, None] & (d < D), other=0.0)
+        logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        logit = tl.where(held, logit, float("-inf"))
+        higher = tl.maximum(high, tl.max(logit, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp(logit - safe[:, None])
+        shrink = tl.exp(high - safe)
+        value = tl.load(values + (head * M + m[:, None]) * V + e, mask=held[:, None] & (e < V), other=0.0)
+        mass = mass * shrink + tl.sum(weight, 1)
+        summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        high = higher
+    at = (head * splits + part) * G + g
+    tl.store(top + at, high, mask=g < G)
+    tl.store(total + at, mass, mask=g < G)
+    tl.store(out + at[:, None] * V + e, summed, mask=(g[:, None] < G) & (e < V))
+
+
+@triton.jit
+def _merge(
+    parts, top, total, out,
+    splits, G: tl.constexpr, V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1)
+    s, e = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
+    at = (head * splits + s) * G + g
+    high = tl.load(top + at, mask=s < splits, other=float("-inf"))
+    highest = tl.max(high, 0)
+    weight = tl.exp(high - tl.where(highest == float("-inf"), 0.0, highest))
+    mass = tl.sum(weight * tl.load(total + at, mask=s < splits, other=0.0), 0)
+    part = tl.load(parts + at[:, None] * V + e, mask=(s[:, None] < splits) & (e < V), other=0.0)
+    summed = tl.sum(weight[:, None] * part, 0)
+    result = tl.where(mass > 0, summed / tl.where(mass > 0, mass, 1.0), 0.0)
+    tl.store(out + (head * G + g) * V + e, result.to(out.dtype.element_ty), mask=e < V)
+
+
+def overwrite(
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    priority: Tensor,
+    k_BH1D: Tensor,
+    v_BH1V: Tensor,
+    fresh_BH1: Tensor,
+    now_B: Tensor,
+    sinks: int,
+    window: int,
+    due: bool,
+    valid_B: Tensor | None,
+    pins_BP2: Tensor | None,
+) -> None:
+    """See ``api.overwrite``: one program a head."""
+    B, H, M, D = keys.shape
+    V = values.shape[-1]
+    _overwrite[(B * H,)](
+        keys, values, position, priority, k_BH1D.contiguous(), v_BH1V.contiguous(), fresh_BH1.contiguous(), now_B,
+        now_B if valid_B is None else valid_B, now_B if pins_BP2 is None else pins_BP2,
+        H, M, sinks, window,
+        D=D, V=V, P=0 if pins_BP2 is None else pins_BP2.shape[1], DUE=due, VALID=valid_B is not None,
+        BLOCK_M=min(4096, triton.next_power_of_2(M)), BLOCK_D=triton.next_power_of_2(max(D, V)), num_warps=8,
+    )  # fmt: skip
+
+
+def attend_held(q_BR1D: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:
+    """See ``api.attend_held``."""
+    (B, H, M, D), V = keys.shape, values.shape[-1]
+    R = q_BR1D.shape[1]
+    G = R // H
+    blocks = triton.cdiv(M, BLOCK)
+    splits = max(1, min(triton.cdiv(PROGRAMS, B * H), blocks))
+    split = triton.cdiv(blocks, splits) * BLOCK
+    splits = triton.cdiv(M, split)
+    parts = torch.empty(B * H, splits, G, V, dtype=torch.float32, device=keys.device)
+    top, total = (torch.empty(B * H, splits, G, dtype=torch.float32, device=keys.device) for _ in range(2))
+    out = torch.empty(B, R, 1, V, dtype=q_BR1D.dtype, device=keys.device)
+    _attend[(B * H, splits)](
+        q_BR1D.contiguous(), keys, values, position, parts, top, total,
+        M, split,
+        scale=scale, G=G, D=D, V=V, BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK,
+        BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
+        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=4,
+    )  # fmt: skip
+    _merge[(B * H, G)](
+        parts, top, total, out,
+        splits, G=G, V=V, BLOCK_S=max(2, triton.next_power_of_2(splits)), BLOCK_V=triton.next_power_of_2(V),
+    )  # fmt: skip
+    return out
