@@ -624,7 +624,13 @@ def _() -> None:
         ids = torch.cat([found, prompt(1, 7, turn)], dim=1)
 
 
-@feature("Cache", "several turns, padded rows", "attention_mask over the whole text", "exact", "")
+@feature(
+    "Cache",
+    "several turns, padded rows",
+    "attention_mask over the whole text",
+    "exact",
+    "its columns over tokens already taken in are not looked at again",
+)
 def _() -> None:
     _, ids, mask = padded("left")
     bounded = BoundedCache(model())

@@ -289,3 +289,15 @@ def test_packing_by_position_ids_is_honoured() -> None:
     expected = logits(model, ids, position_ids=positions, use_cache=False)
     attach(model, Dense())
     torch.testing.assert_close(logits(model, ids, position_ids=positions, use_cache=False), expected)
+
+
+def test_a_part_of_an_attached_model_and_the_whole_are_not_both_attached() -> None:
+    model = tiny_model()
+    previous = model.config._attn_implementation
+    attach(model.model, Streaming(BUDGET))
+    with pytest.raises(ValueError, match="shares its config with one that has a kvpop policy attached"):
+        attach(model, Streaming(BUDGET))
+    detach(model.model)
+    assert model.config._attn_implementation == previous
+    detach(attach(model, Streaming(BUDGET)))
+    assert model.config._attn_implementation == previous

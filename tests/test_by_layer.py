@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kvpop.adapter import AdapterError, load, save_adapter
 from kvpop.attachment import attach, attached_policies
@@ -13,7 +14,7 @@ from kvpop.budget import Budget, cache_bytes, dense_bytes
 from kvpop.cache import BoundedCache
 from kvpop.policies import ByLayer, Dense, KVpop, Policy, Random, RankedLayer, Streaming
 from tests.test_cache import SMALL, close, feed, model_with, pieces, reference, text
-from tests.tiny import held_by_mask, tiny_model
+from tests.tiny import SIZES, held_by_mask, tiny_model
 
 MIXES: dict[str, Policy] = {
     "budgets": ByLayer(KVpop(SMALL), {1: KVpop(Budget(1, 7, 9))}),
@@ -66,7 +67,12 @@ def test_a_dense_layer_says_that_it_grows() -> None:
     for _ in range(2):
         feed(model, cache, text(1, 50))
         dense, bounded = cache.report()
-        assert (dense["policy"], dense["slots"], bounded["slots"]) == ("dense", None, 10)
+        assert (dense["policy"], dense["slots"], bounded["policy"], bounded["slots"]) == (
+            "dense",
+            None,
+            "kvpop-mlp+mlstm",
+            10,
+        )
         assert dense["bytes"] > dense_bytes(len(grown) * 50, layers=1, kv_heads=2, head_dim=8, element_size=4)
         grown.append((dense["bytes"], bounded["bytes"]))
     assert grown[1][0] > grown[0][0]
@@ -98,3 +104,14 @@ def test_a_trained_policy_takes_budgets_by_layer(tmp_path: Path) -> None:
     plain = tiny_model()
     with pytest.raises((AdapterError, ValueError), match="layers are 0 to 1"):
         load(plain, tmp_path, layers={5: Dense()})
+
+
+def test_a_layer_with_a_window_of_its_own_takes_no_policy() -> None:
+    sizes = dict(SIZES, num_key_value_heads=2, num_attention_heads=4)
+    kinds = ["sliding_attention", "full_attention"]
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, use_sliding_window=True, sliding_window=8, layer_types=kinds))
+    with pytest.raises(ValueError, match="given for layer 0, which keeps the model's own sliding_attention"):
+        attach(model, ByLayer.dense_first(KVpop(SMALL), 1))
+    cache = BoundedCache(attach(model, ByLayer(KVpop(SMALL), {1: Random(SMALL)})))
+    feed(model, cache, text(1, 20))
+    assert [layer["policy"] for layer in cache.report()] == ["window", "random"]

@@ -25,6 +25,7 @@ from kvpop.core.cutoff import oracle_held
 from kvpop.core.priority import FixedDecay
 from kvpop.documents import Documents
 from kvpop.policies import (
+    ByLayer,
     Dense,
     KVpop,
     LayerShape,
@@ -328,6 +329,109 @@ def test_case_9_crop_within_reach_is_exact_and_beyond_it_is_refused(kind: str, l
         cache.crop(-seen - 1 if kind == "dense" else -7)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(cache)))
     close(feed(model, cache, ids[:, :20]), feed(model, untouched, ids[:, :20]))
+
+
+@pytest.mark.parametrize("kind", ["kvpop", "dense"])
+def test_case_9_columns_of_padding_are_taken_back_as_columns(kind: str) -> None:
+    model, ids = model_with(make(kind)), text(2, 6)
+    cache, expected = BoundedCache(model, rollback=4), BoundedCache(model)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 0, 1, 0, 1]])
+    feed(model, cache, ids, attention_mask=mask)
+    cache.crop(-2)
+    feed(model, expected, ids[:, :4], attention_mask=mask[:, :4])
+    assert cache.tokens_seen() == expected.tokens_seen() == [1, 3]
+    assert cache.held_positions() == expected.held_positions()
+
+
+def test_case_9_a_dense_store_that_was_rearranged_takes_back_only_what_came_since() -> None:
+    model = model_with(make("dense"))
+    cache = BoundedCache(model, rollback=4)
+    feed(model, cache, text(2, 7), attention_mask=torch.tensor([[1] * 7, [0, 0] + [1] * 5]))
+    cache.clear(0)
+    with pytest.raises(ValueError, match="0 tokens can be taken back"):
+        cache.crop(-1)
+    feed(model, cache, text(2, 3), position_ids=torch.tensor([[0, 1, 2], [5, 6, 7]]))
+    cache.crop(-2)
+    assert cache.tokens_seen() == [1, 6]
+
+
+def test_case_9_a_refused_recording_changes_no_layer() -> None:
+    model = model_with(ByLayer(make("kvpop"), {1: make("tova")}))
+    cache = BoundedCache(model)
+    with pytest.raises(ValueError, match="TOVA cannot roll back"):
+        cache.activate_past_recording()
+    with pytest.raises(ValueError, match="TOVA cannot roll back"):
+        model.generate(text(1, 12), max_new_tokens=5, prompt_lookup_num_tokens=3, **{cache_argument(model): cache})
+    assert [layer.rollback for layer in cache.bounded_layers] == [0, 0]
+    assert cache.is_compileable
+
+
+def test_case_8_rows_that_do_not_fit_are_refused_and_nothing_changes() -> None:
+    model = model_with(make("kvpop"))
+    cache, unused = BoundedCache(model), BoundedCache(model)
+    feed(model, cache, text(2, 20))
+    before = snapshot(cache)
+    for wrong in (-1, 2):
+        with pytest.raises(ValueError, match=rf"row must be in \[0, 2\), got {wrong}"):
+            cache.clear(wrong)
+        with pytest.raises(ValueError, match=rf"row must be in \[0, 2\), got {wrong}"):
+            cache.put(wrong, cache)
+    with pytest.raises(ValueError, match=r"other_row must be in \[0, 0\), got 0"):
+        cache.put(0, unused)
+    with pytest.raises(ValueError, match="another model or policy"):
+        cache.put(0, BoundedCache(model_with(make("kvpop"))))
+    with pytest.raises(ValueError, match="never used has no shapes"):
+        unused.like(2)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(cache)))
+
+
+def test_what_was_put_is_not_forgotten_by_a_call_with_other_rows() -> None:
+    model = model_with(make("kvpop"))
+    one = BoundedCache(model)
+    feed(model, one, text(1, 20))
+    cache = one.like(2)
+    cache.put(0, one)
+    with pytest.raises(ValueError, match="the cache holds 2 rows"):
+        feed(model, cache, text(3, 1))
+    assert cache.tokens_seen() == [20, 0]
+
+
+def test_an_empty_cache_is_allocated_for_another_number_of_rows() -> None:
+    model = model_with(make("kvpop"))
+    cache = BoundedCache(model)
+    for rows in (2, 4):
+        cache.allocate(rows)
+        assert cache.rows == rows
+    feed(model, cache, text(4, 20))
+    cache.allocate(2)
+    assert cache.rows == 4  # it is used
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_works_in_inference_mode_and_outside_of_it_afterwards(kind: str) -> None:
+    model, ids = model_with(make(kind), dtype=torch.float32), text(2, 30)
+    expected = model.generate(ids, max_new_tokens=10, num_beams=2, min_new_tokens=10)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(ids, max_new_tokens=10, num_beams=2, min_new_tokens=10), expected)
+        cache = BoundedCache(model)
+        feed(model, cache, ids)
+        twin = copy.deepcopy(cache)
+    for c in (cache, twin):
+        c.reorder_cache(torch.tensor([1, 0]))
+        feed(model, c, ids)
+    assert cache.held_positions() == twin.held_positions()
+    cache.reset()
+    assert sum(cache.tokens_seen()) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_float32_model_under_autocast(kind: str) -> None:
+    model, ids = model_with(make(kind), dtype=torch.float32), text(2, 30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model.generate(ids, max_new_tokens=10, min_new_tokens=10, return_dict_in_generate=True)
+    cache = getattr(out, cache_argument(model))
+    assert {store.keys.dtype for store in cache.stores} == {torch.bfloat16}
+    assert cache.tokens_seen() == [39, 39]
 
 
 def test_case_9_tova_cannot_roll_back_and_says_so() -> None:

@@ -16,7 +16,7 @@ from kvpop.attachment import attach
 from kvpop.budget import Budget
 from kvpop.cache import BoundedCache
 from kvpop.engine import Engine, Request
-from kvpop.policies import KVpop, policy_by_name
+from kvpop.policies import KVpop, Streaming, policy_by_name
 from kvpop.rollout import Words, generate
 from tests.test_invariant import shake
 from tests.tiny import VOCAB, tiny_model
@@ -501,7 +501,7 @@ BAD = [
     (dict(prompt=[5, 61]), "the prompt must hold token ids of the model's vocabulary, 0 to 60, got 61"),
     (dict(prompt=[5, -1]), "the prompt must hold token ids of the model's vocabulary, 0 to 60, got -1"),
     (dict(stop_ids=[None]), "stop_ids must hold token ids of the model's vocabulary, 0 to 60, got None"),
-    (dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
+    (dict(max_new_tokens=0), "max_new_tokens must be an integer of at least 1, got 0"),
     (dict(temperature=-1.0), "temperature must be at least 0, got -1.0"),
     (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
     (dict(top_k=-1), "top_k must be at least 0, got -1"),
@@ -542,7 +542,7 @@ def test_pins_on_a_policy_without_pins_are_refused():
 
 @pytest.mark.parametrize("name", ["rows", "prefill_chunk"])
 def test_an_engine_of_nothing_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got 0"):
         Engine(model_with(), **{name: 0})
 
 
@@ -559,3 +559,27 @@ def test_a_prompt_is_text_or_ids(prompt):
 
 def test_the_engine_is_exported():
     assert kvpop.Engine is Engine
+
+
+def test_an_engine_runs_in_inference_mode() -> None:
+    model = model_with()
+    expected = Engine(model, rows=2).generate([[5, 6, 7], [8]], max_new_tokens=20)
+    with torch.inference_mode():
+        found = Engine(model, rows=2).generate([[5, 6, 7], [8]], max_new_tokens=20)
+    assert [r.tokens for r in found] == [r.tokens for r in expected]
+
+
+@pytest.mark.parametrize("wrong", [{"seed": 1.5}, {"top_k": 2.5}, {"max_new_tokens": 2.5}])
+def test_numbers_that_are_no_integers_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be an integer"):
+        Engine(model_with()).submit([5], **{"max_new_tokens": 3, **wrong})
+
+
+def test_an_engine_of_a_policy_that_was_taken_off_says_so() -> None:
+    model = model_with()
+    engine = Engine(model, rows=2)
+    engine.generate([[5, 6]], max_new_tokens=3)
+    attach(model, Streaming(Budget(1, 2, 3)))
+    engine.submit([5, 6], max_new_tokens=3)
+    with pytest.raises(ValueError, match="no longer attached"):
+        engine.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,6 +62,17 @@ def test_pins_count_inside_each_document() -> None:
                 assert both == held_by_mask([alone[layer]], q)
 
 
+def test_spans_are_pairs_of_integers_of_any_kind() -> None:
+    cache = BoundedCache(model_with(KVpop(SMALL)))
+    cache.pin([(np.int64(3), torch.tensor(5))])
+    assert cache.pinned() == [[(3, 5)]]
+    for wrong in ([(3.0, 5)], [3, 5], [(1, 2, 3)], [["a", "b"]]):
+        with pytest.raises(ValueError, match="spans must be"):
+            cache.pin(wrong)
+    with pytest.raises(ValueError, match="19999998 pinned tokens"):
+        cache.pin([(0, 20_000_000)])
+
+
 @pytest.mark.parametrize("spans", [[(5, 5)], [(-1, 3)], [(4, 2)]])
 def test_a_span_that_is_none_is_refused(spans) -> None:
     with pytest.raises(ValueError, match="0 <= start < stop"):
@@ -73,13 +85,13 @@ def test_a_token_that_may_be_gone_cannot_be_pinned_and_nothing_changes() -> None
     cache.pin([(9, 10)])
     feed(model, cache, text(1, 30))
     before = snapshot(cache)
-    with pytest.raises(ValueError, match=r"token 26 has left the window of 4 tokens \(row 0 has seen 30\)"):
-        cache.pin([(9, 10), (26, 28)])
+    with pytest.raises(ValueError, match=r"token 25 has left the window of 4 tokens \(row 0 has seen 30\)"):
+        cache.pin([(9, 10), (25, 28)])
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(cache)))
-    cache.pin([(9, 10), (27, 29)])  # what is pinned already may stay so
-    assert cache.pinned() == [[(9, 10), (27, 29)]]
+    cache.pin([(9, 10), (26, 28)])  # what is pinned already may stay so; token 26 leaves with the next one
+    assert cache.pinned() == [[(9, 10), (26, 28)]]
     feed(model, cache, text(1, 40))
-    assert all({9, 27, 28} <= set(head) for layer in cache.held_positions() for head in layer[0])
+    assert all({9, 26, 27} <= set(head) for layer in cache.held_positions() for head in layer[0])
 
 
 def test_pins_of_a_row_follow_the_row() -> None:

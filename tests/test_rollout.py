@@ -184,9 +184,13 @@ def test_prompts_take_the_chat_template_unless_raw():
         chat_template = "yes"
 
         def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-            return f"<{messages[0]['content']}>"
+            marks = {"user": "<>", "assistant": "[]"}
+            return "".join(marks[m["role"]][0] + m["content"] + marks[m["role"]][1] for m in messages)
 
     assert prompt_ids(Chat(), "hi").tolist() == [list(b"<hi>")]
+    # After an answer: its end, unless the answer's last token is it, and the new message; no second greeting.
+    assert prompt_ids(Chat(), "hi", after=7).tolist() == [list(b"]<hi>")]
+    assert prompt_ids(Chat(), "hi", after=ord("]")).tolist() == [list(b"<hi>")]
     assert prompt_ids(Chat(), "hi", raw=True).tolist() == prompt_ids(Bytes(), "hi").tolist() == [list(b"hi")]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvpop.attachment import attach
@@ -77,8 +78,8 @@ def saved(tmp_path: Path, policy: Policy) -> Path:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (KVpop(Budget(2, 4, 5)), r"another model|another policy: .*budget"),
-        (KVpop(SMALL, scorer="mlp"), "another model: weights"),
+        (KVpop(Budget(2, 4, 5)), r"another policy: layer 0: budget \[2, 4, 4\] in the file, \[2, 4, 5\] here"),
+        (KVpop(SMALL, scorer="mlp"), "another policy: layer 0: scorer SumScorer in the file, MLPScorer here"),
         (Streaming(SMALL), "another"),
         (Tova(10), "another"),
     ],
@@ -96,6 +97,9 @@ def test_settings_that_are_no_weights_are_checked(tmp_path: Path) -> None:
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
+    trained = saved(tmp_path, KVpop(SMALL))
+    with pytest.raises(SessionError, match=r"another policy: (weights|layer 0: decay)"):
+        Session.load(trained, model_with(KVpop(SMALL), seed=1))
     path = saved(tmp_path, Streaming(SMALL))
     model = attach(tiny_model(seed=1), Streaming(SMALL))
     with pytest.raises(SessionError, match="another model: weights"):
@@ -126,3 +130,45 @@ def test_what_cannot_be_saved_is_refused_and_leaves_no_file(tmp_path: Path) -> N
     with pytest.raises(SessionError, match="does not belong"):
         Session(BoundedCache(model)).save(tmp_path / "s", other)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["a tensor is missing", "a shape is wrong", "rows differ", "the generator is junk"])
+def test_a_damaged_session_is_refused_as_one(what: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, KVpop(SMALL))
+    with safe_open(path, framework="pt") as file:
+        facts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if what == "a tensor is missing":
+        del tensors["layers.1.priority"]
+    elif what == "a shape is wrong":
+        tensors["layers.1.state.0"] = tensors["layers.1.state.0"][..., :1].clone()
+    elif what == "rows differ":
+        tensors |= {n: x.repeat(2, *[1] * (x.ndim - 1)) for n, x in tensors.items() if "layers.1" in n and x.ndim}
+    else:
+        tensors["generator"] = torch.zeros(3)
+    save_file(tensors, path, metadata=facts)
+    with pytest.raises(SessionError, match="is damaged"):
+        Session.load(path, model_with(KVpop(SMALL)))
+
+
+def test_settings_beside_the_weights_belong_to_the_session(tmp_path: Path) -> None:
+    path = saved(tmp_path, Random(SMALL, decay=-1e-2))
+    with pytest.raises(SessionError, match="another policy: layer 0: decay"):
+        Session.load(path, model_with(Random(SMALL, decay=-1e-3)))
+    model = model_with(Random(SMALL, decay=-1e-2))
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    with pytest.raises(SessionError, match="another model: weights"):
+        Session.load(path, model)
+    with pytest.raises(SessionError, match=r"another model: dtype torch\.float64 in the file, torch\.float32 here"):
+        Session.load(path, model_with(Random(SMALL, decay=-1e-2), dtype=torch.float32))
+
+
+def test_a_target_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    model = model_with(KVpop(SMALL))
+    cache = BoundedCache(model)
+    feed(model, cache, text(1, 20))
+    with pytest.raises(SessionError, match="is a directory"):
+        Session(cache).save(tmp_path, model)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SessionError, match="cannot be written"):
+        Session(cache).save(tmp_path / "file" / "s", model)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,20 @@ def rope_type(model: nn.Module, kind: str = "full_attention") -> str:
     return rope.get(kind, "default") if isinstance(rope, dict) else rope
 
 
+@dataclass
+class ModelRotary:
+    """A model's own rotary embedding, unscaled; copied together with the model."""
+
+    module: nn.Module
+    by_kind: dict[str, str]
+    scaling: float
+
+    def __call__(self, position_Bn: Tensor) -> tuple[Tensor, Tensor]:
+        like = torch.empty(0, dtype=torch.float32, device=position_Bn.device)
+        cos, sin = self.module(like, position_Bn, **self.by_kind)
+        return cos / self.scaling, sin / self.scaling
+
+
 def rotary_of(model: nn.Module, kind: str) -> Rotary | None:
     module = rotary_module(model)
     if module is None or rope_type(model, kind) in ("dynamic", "longrope"):
@@ -45,13 +60,7 @@ def rotary_of(model: nn.Module, kind: str) -> Rotary | None:
         return None
     by_kind = {"layer_type": kind} if "layer_type" in inspect.signature(module.forward).parameters else {}
     scaling = getattr(module, f"{kind}_attention_scaling" if by_kind else "attention_scaling", 1.0)
-
-    def cos_sin(position_Bn: Tensor) -> tuple[Tensor, Tensor]:
-        like = torch.empty(0, dtype=torch.float32, device=position_Bn.device)
-        cos, sin = module(like, position_Bn, **by_kind)
-        return cos / scaling, sin / scaling
-
-    return cos_sin
+    return ModelRotary(module, by_kind, scaling)
 
 
 def cache_argument(model: nn.Module) -> str:

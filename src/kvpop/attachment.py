@@ -62,6 +62,7 @@ def attention(
     if attention_mask is not None and attention_mask.shape[1] != query.shape[2]:
         raise ValueError(f"the attention mask covers {attention_mask.shape[1]} tokens, the input has {query.shape[2]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query = query.to(key.dtype)  # under autocast the cache settles on the dtype of the values
     if given is not None:
         if kvpop is not None:
             raise ValueError(
@@ -139,7 +140,7 @@ def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
     modules = attention_modules(model)
     config = model.config.get_text_config()
     kinds = attention_kinds(model, config, modules)
-    policy.check(len(modules))
+    policy.check(kinds)
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
     layers = []
@@ -157,7 +158,12 @@ def attach(model: PreTrainedModel, policy: Policy) -> PreTrainedModel:
         layer = (WindowLayer(shape, config.sliding_window) if own_window else policy.layer(shape)).to(weight.device)
         if weight.dtype == torch.float64:
             layer = layer.double()
+        layer.label = layer.label or ("window" if own_window else policy.name)
         layers.append(layer)
+    if config._attn_implementation == IMPLEMENTATION and "_kvpop_previous" not in vars(model):
+        raise ValueError(
+            "this model shares its config with one that has a kvpop policy attached: detach that one first"
+        )
     detach(model)  # only now: a policy that cannot be built leaves the model as it is
     for module, layer in zip(modules, layers):
         module.add_module(CHILD, layer)

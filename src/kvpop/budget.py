@@ -55,6 +55,8 @@ class Budget:
         """A budget that holds ``ratio`` (0 < ratio <= 1) of a dense cache of ``context`` tokens."""
         if not 0.0 < ratio <= 1.0:
             raise ValueError(f"ratio must be in (0, 1], got {ratio}")
+        if not isinstance(context, int) or context < 1:
+            raise ValueError(f"context must be at least 1 token, got {context}")
         return cls.of_slots(math.floor(ratio * context + 1e-9), sinks=sinks, window=window)
 
     def charged(self, state_bytes: int, entry_bytes: int) -> Budget:

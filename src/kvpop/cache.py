@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ class BoundedLayer(CacheLayerMixin):
         super().__init__()
         self.policy, self.config, self.weight, self.rollback = policy, config, weight, rollback
         self.slots: Slots | None = None
+        self.home = weight.device
         self.spans: list[list[tuple[int, int]]] | None = None
 
     @property
@@ -49,8 +51,9 @@ class BoundedLayer(CacheLayerMixin):
         """A copy with its own store, for the same model: the policy and its scorer are shared."""
         memo.update({id(module): module for module in self.policy.modules()})
         twin = type(self)(self.policy, self.config, self.weight, self.rollback)
-        twin.slots, twin.is_initialized = copy.deepcopy(self.slots, memo), self.is_initialized
-        twin.spans = self.spans
+        with torch.inference_mode(False):
+            twin.slots, twin.is_initialized = copy.deepcopy(self.slots, memo), self.is_initialized
+        twin.spans, twin.home = self.spans, self.home
         return twin
 
     @property
@@ -81,13 +84,15 @@ class BoundedLayer(CacheLayerMixin):
             raise ValueError(
                 f"the model now attends with {self.config._attn_implementation!r}, not {IMPLEMENTATION!r}: attach anew"
             )
-        if self.slots is not None and (len(self.slots.seen), self.slots.keys.dtype) != (
-            len(key_states),
-            key_states.dtype,
-        ):
-            if int(self.slots.taken):
+        if self.policy.shape.layer == 0:
+            HANDOVER.take()  # what an interrupted call may have left
+        if key_states.dtype != value_states.dtype:  # autocast computes them apart
+            key_states = key_states.to(value_states.dtype)
+        rows, dtype = len(key_states), key_states.dtype
+        if self.slots is not None and (len(self.slots.seen), self.slots.keys.dtype) != (rows, dtype):
+            if not self.empty:
                 held = f"{len(self.slots.seen)} rows of {self.slots.keys.dtype}"
-                given = f"{len(key_states)} rows of {key_states.dtype}"
+                given = f"{rows} rows of {dtype}"
                 raise ValueError(f"the cache holds {held}, but the input has {given}")
             self.slots = None  # reset, and now used for another batch
         if self.slots is None:
@@ -97,6 +102,11 @@ class BoundedLayer(CacheLayerMixin):
         assert self.slots is not None
         HANDOVER.give(self.policy, self.slots, key_states, value_states)
         return key_states, value_states
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row has taken in anything (asks the device)."""
+        return self.slots is None or not (int(self.slots.taken) or bool(self.slots.seen.any()))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.tokens + query_length, 0  # type: ignore[return-value]
@@ -125,20 +135,26 @@ class BoundedLayer(CacheLayerMixin):
         if self.slots is not None:
             self.slots.select(torch.arange(len(self.slots.seen)).repeat_interleave(repeats))
 
-    def check_pins(self, positions: set[int], row: int, seen: int) -> None:
+    def check_pins(self, spans: list[tuple[int, int]], row: int, seen: int) -> None:
         """Raise ValueError if these tokens cannot be kept, or if one of them may be gone already."""
         budget = getattr(self.policy, "budget", None)
+        sinks, window = (0, 0) if budget is None else (budget.sinks, budget.window)
+        count, counted = 0, sinks
+        for start, stop in sorted(spans):  # what is named twice counts once
+            count += max(0, stop - max(start, counted))
+            counted = max(counted, stop)
+        self.policy.check_pins(count)
         if budget is None:
-            return self.policy.check_pins(len(positions))
-        self.policy.check_pins(sum(p >= budget.sinks for p in positions))
+            return
         pins = getattr(self.slots, "pins", None)
-        before = set() if pins is None else {p for a, b in pins[row].tolist() for p in range(a, b)}
-        late = [p for p in positions - before if budget.sinks <= p <= seen - budget.window]
-        if late:
-            raise ValueError(
-                f"token {min(late)} has left the window of {budget.window} tokens (row {row} has seen {seen}): pin tokens "
-                "before they leave it"
-            )
+        before = [] if pins is None else pins[row].tolist()
+        for start, stop in spans:
+            for p in range(max(start, sinks), min(stop, seen - window)):
+                if not any(a <= p < b for a, b in before):
+                    raise ValueError(
+                        f"token {p} has left the window of {window} tokens (row {row} has seen {seen}): pin tokens before "
+                        "they leave it"
+                    )
 
     def activate_past_recording(self) -> None:
         """Called by transformers before it rolls back: as an assistant, or for a cache that did not come from ``generate``."""
@@ -164,13 +180,19 @@ class BoundedLayer(CacheLayerMixin):
 
 
 def _by_row(spans: Spans | Sequence[Spans]) -> list[list[tuple[int, int]]]:
-    """Spans as one list of (start, stop) per row; a single list stands for every row."""
-    flat = all(len(item) == 2 and all(isinstance(x, int) for x in item) for item in spans)
-    rows: Any = [spans] if flat else spans
-    for start, stop in (span for row in rows for span in row):
+    """Spans as one list of (start, stop) per row; a single list stands for every row. Raises ValueError for anything else."""
+    try:
+        flat = all(len(item) == 2 and not hasattr(item[0], "__len__") for item in spans)
+        rows: Any = [spans] if flat else spans
+        found = [[(operator.index(start), operator.index(stop)) for start, stop in row] for row in rows]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"spans must be (start, stop) pairs of integers, or a list of such lists, got {spans!r}"
+        ) from error
+    for start, stop in (span for row in found for span in row):
         if not 0 <= start < stop:
             raise ValueError(f"a span must be (start, stop) with 0 <= start < stop, got ({start}, {stop})")
-    return [[(start, stop) for start, stop in row] for row in rows]
+    return found
 
 
 def _table(by_row: list[list[tuple[int, int]]], seen_B: Tensor) -> Tensor:
@@ -213,6 +235,8 @@ class BoundedCache(Cache):
     def allocate(self, rows: int) -> None:
         """Make the stores of a fresh cache now, in the dtype of the weights, instead of at the first call."""
         for layer in self.bounded_layers:
+            if layer.slots is not None and len(layer.slots.seen) != rows and layer.empty:
+                layer.slots = None
             if layer.slots is None:
                 shape = (rows, layer.policy.shape.kv_heads, 0, layer.policy.shape.head_dim)
                 like = layer.weight.detach().new_empty(shape)
@@ -246,16 +270,21 @@ class BoundedCache(Cache):
         """
         by_row = _by_row(spans)
         seen = self.tokens_seen()
+        if not any(seen):
+            seen = []  # empty: the number of rows is not settled
         if seen and len(by_row) not in (1, len(seen)):
             raise ValueError(f"pinned spans were given for {len(by_row)} rows, but the cache holds {len(seen)}")
         for row in range(max(len(seen), len(by_row))):
-            positions = {p for start, stop in by_row[row % len(by_row)] for p in range(start, stop)}
             for layer in self.bounded_layers:
                 if layer.policy.pins_apply:
-                    layer.check_pins(positions, row, seen[row] if seen else 0)
+                    layer.check_pins(by_row[row % len(by_row)], row, seen[row] if seen else 0)
         for layer in self.bounded_layers:
             layer.spans = by_row
-            if layer.slots is not None and layer.policy.pins_apply:
+            if layer.slots is None or not layer.policy.pins_apply:
+                continue
+            if len(by_row) not in (1, len(layer.slots.seen)):
+                layer.slots = None  # empty, and made for another number of rows
+            else:
                 layer.slots.pin(_table(by_row, layer.slots.seen))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -275,8 +304,17 @@ class BoundedCache(Cache):
             )
         super().crop(tokens_to_remove)
 
+    def activate_past_recording(self) -> None:
+        """Called by transformers before it rolls back. Raises ValueError, changing nothing, if a layer cannot."""
+        for policy in self.policies:
+            policy.check_rollback()
+        for layer in self.bounded_layers:
+            layer.activate_past_recording()
+
     def like(self, rows: int) -> BoundedCache:
         """An empty cache of ``rows`` rows with the dtypes, shapes and devices of this one, which must have been used."""
+        if not self.stores:
+            raise ValueError("a cache that was never used has no shapes to be like: use allocate(rows)")
         twin = copy.deepcopy(self)
         for store in twin.stores:
             store.select(torch.zeros(rows, dtype=torch.long))
@@ -284,12 +322,22 @@ class BoundedCache(Cache):
         return twin
 
     def put(self, row: int, other: BoundedCache, other_row: int = 0) -> None:
-        """Overwrite one row with a row of another cache of the same model, in place: the rest stays as it is."""
+        """Overwrite one row with a row of another cache of the same model and policy, in place: the rest stays as it is.
+
+        Raises ValueError, changing nothing, for a cache that is unused or of another policy, and for rows out of range.
+        """
+        if other.policies != self.policies:
+            raise ValueError("the other cache belongs to another model or policy")
+        for name, cache, at in (("row", self, row), ("other_row", other, other_row)):
+            if not 0 <= at < cache.rows:
+                raise ValueError(f"{name} must be in [0, {cache.rows}), got {at}")
         for own, theirs in zip(self.stores, other.stores):
             own.put(row, theirs, other_row)
 
     def clear(self, row: int) -> None:
-        """Empty one row, in place."""
+        """Empty one row, in place. Raises ValueError for a row out of range."""
+        if not 0 <= row < self.rows:
+            raise ValueError(f"row must be in [0, {self.rows}), got {row}")
         for store in self.stores:
             store.clear(slice(row, row + 1))
 
@@ -299,6 +347,8 @@ class BoundedCache(Cache):
             table = getattr(layer.slots, "pins", None)
             if table is not None:
                 return [[(start, stop) for start, stop in row if stop > start] for row in table.tolist()]
+            if layer.slots is None and layer.spans is not None and layer.policy.pins_apply:
+                return layer.spans
         return []
 
     def report(self) -> list[dict[str, Any]]:
@@ -306,7 +356,7 @@ class BoundedCache(Cache):
         return [
             {
                 "layer": layer.policy.shape.layer,
-                "policy": type(layer.policy).__name__.removesuffix("Layer").lower(),
+                "policy": layer.policy.label,
                 "slots": layer.slots.position.shape[-1] if layer.policy.bounded else None,
                 "bytes": layer.slots.nbytes(),
             }

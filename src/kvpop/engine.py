@@ -89,6 +89,11 @@ class Event:
     text: str
 
 
+def _at_least_1(name: str, value: int) -> None:
+    if not hasattr(value, "__index__") or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
 class Engine:
     """Generation for many requests at once; each gets what ``rollout.generate`` gives it alone (in low precision up to
     rounding).
@@ -108,9 +113,8 @@ class Engine:
         self, model: PreTrainedModel, tokenizer: Any = None, *, rows: int = 8, prefill_chunk: int = 512
     ) -> None:
         for name, value in (("rows", rows), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        BoundedCache(model)  # raises if there is no policy
+            _at_least_1(name, value)
+        self.policies = BoundedCache(model).policies  # raises if there is no policy
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.device = next(model.parameters()).device
         self.cache: BoundedCache | None = None  # made like the first one that is prefilled
@@ -140,8 +144,7 @@ class Engine:
         Raises ValueError, and queues nothing, if anything is empty, out of range, does not fit, or needs a tokenizer that
         the engine does not have.
         """
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        _at_least_1("max_new_tokens", max_new_tokens)
         sampling = Sampling(temperature, top_p, top_k, seed)
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in strings:
@@ -185,6 +188,8 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Event]:
         """A piece of the prompts, then one token for every row that decodes. Waits for the device once."""
+        if not all(policy.attached for policy in self.policies):
+            raise ValueError("the policy of this engine is no longer attached to its model: make a new Engine")
         try:
             due = self._prefill() + self._decode()
             if not due:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -78,14 +79,21 @@ def generation_hooks(model: Any) -> dict[str, Any]:
     return hooks
 
 
-_KEPT: WeakKeyDictionary[Any, dict[int, BoundedCache]] = WeakKeyDictionary()
+class Kept(threading.local):
+    """The cache that ``generate`` last made for each model, in every thread its own."""
+
+    def __init__(self) -> None:
+        self.caches: WeakKeyDictionary[Any, BoundedCache] = WeakKeyDictionary()
+
+
+_KEPT = Kept()
 
 
 def fresh_cache(model: Any, rows: int, returned: bool) -> BoundedCache:
     """An empty cache for one call of ``generate``, allocated if it can be: a compiled pass cannot make stores.
 
-    On a GPU a captured graph finds its tensors by address. So the cache of the last call in this thread is used again if it
-    has as many rows, as transformers does with its static caches; not one that was or will be ``returned`` to the caller.
+    On a GPU a captured graph finds its tensors by address. So the cache of the last call in this thread is used again, as
+    transformers does with its static caches, if it has as many rows, nobody else holds it, and it is not ``returned``.
     """
     cache = BoundedCache(model)
     if not cache.is_compileable:
@@ -93,14 +101,31 @@ def fresh_cache(model: Any, rows: int, returned: bool) -> BoundedCache:
     if model.device.type != "cuda" or returned:
         cache.allocate(rows)
         return cache
-    kept = _KEPT.setdefault(model, {})
-    last = kept.get(threading.get_ident())
-    if last is not None and last.rows == rows and last.policies == cache.policies:
+    last = _KEPT.caches.get(model)
+    if last is not None and sys.getrefcount(last) == _UNUSED and _fits(last, cache, rows):
         last.reset()
         return last
     cache.allocate(rows)
-    kept[threading.get_ident()] = cache
+    _KEPT.caches[model] = cache
     return cache
+
+
+def _fits(last: BoundedCache, fresh: BoundedCache, rows: int) -> bool:
+    """Whether a used cache is what ``fresh`` would be with so many rows."""
+    if last.policies != fresh.policies or last.rows != rows or len(last.stores) != len(last.layers):
+        return False
+    pairs = [(store.keys, layer.weight) for store, layer in zip(last.stores, fresh.bounded_layers)]
+    return all((keys.dtype, keys.device) == (weight.dtype, weight.device) for keys, weight in pairs)
+
+
+def _references_of_one_holder() -> int:
+    """What ``sys.getrefcount`` says, asked as above, of an object that one dictionary and one local variable hold."""
+    holder = {0: object()}
+    last = holder.get(0)
+    return sys.getrefcount(last)
+
+
+_UNUSED = _references_of_one_holder()
 
 
 def _recomputes(model: Any) -> bool:
@@ -184,6 +209,8 @@ def need_rollback(generator: Any, cache: Any) -> None:
     need = min(draft + 1, CHUNK)
     if isinstance(generator, AssistedCandidateGeneratorDifferentTokenizers):
         need = CHUNK  # how many tokens of this model a draft makes is known only once it is made
+    for policy in cache.policies:
+        policy.check_rollback()
     for layer in cache.bounded_layers:
         if layer.slots is None:
             layer.rollback = max(layer.rollback, need)

@@ -74,16 +74,13 @@ def chosen_budget(
     """
     if (ratio is None) != (context is None):
         raise ValueError(f"--ratio and --context belong together, got {ratio} and {context}")
-    if ratio is not None and context is not None:
-        if slots is not None:
-            raise ValueError(f"give either --budget or --ratio and --context, got {slots} and {ratio} of {context}")
-        slots = Budget.of_ratio(ratio, context, sinks=0, window=1).slots
+    if ratio is not None and slots is not None:
+        raise ValueError(f"give either --budget or --ratio and --context, got {slots} and {ratio} of {context}")
     own = Budget(**read_adapter(adapter)["policy"]["budget"]) if adapter is not None else DEFAULT
-    return Budget.of_slots(
-        own.slots if slots is None else slots,
-        sinks=own.sinks if sinks is None else sinks,
-        window=own.window if window is None else window,
-    )
+    sinks, window = own.sinks if sinks is None else sinks, own.window if window is None else window
+    if ratio is not None and context is not None:
+        return Budget.of_ratio(ratio, context, sinks=sinks, window=window)
+    return Budget.of_slots(own.slots if slots is None else slots, sinks=sinks, window=window)
 
 
 def training_stream(

@@ -172,20 +172,23 @@ class Words:
         return max((n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
 
-def prompt_ids(tokenizer: Any, text: str, raw: bool = False, going_on: bool = False) -> Tensor:
+def prompt_ids(tokenizer: Any, text: str, raw: bool = False, after: int | None = None) -> Tensor:
     """Ids [1, S] of a prompt: as a user's message in the tokenizer's chat template, or as it is (``raw``, or no template).
 
-    ``going_on``: only what the template adds for a further message, after an answer.
+    ``after``: the last token of an answer that this message follows. Then the ids are what the template puts behind an
+    answer (its end, unless that token is it) and the new message.
     """
     if raw or not tokenizer.chat_template:
-        return torch.tensor([tokenizer.encode(text, add_special_tokens=not going_on)])
-    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}] if going_on else []
+        return torch.tensor([tokenizer.encode(text, add_special_tokens=after is None)])
+    answer = "(the answer)"
+    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] if after is not None else []
     chat = tokenizer.apply_chat_template(
         [*before, {"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
     if before:
-        chat = chat.removeprefix(tokenizer.apply_chat_template(before, tokenize=False))
-    return torch.tensor([tokenizer.encode(chat, add_special_tokens=False)])
+        chat = chat[chat.index(answer) + len(answer) :]
+    ids = tokenizer.encode(chat, add_special_tokens=False)
+    return torch.tensor([ids[1:] if ids and ids[0] == after else ids])
 
 
 class StatusLine:

@@ -30,6 +30,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed"):
+            if not hasattr(getattr(self, name), "__index__"):
+                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if math.isinf(self.temperature):

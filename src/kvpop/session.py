@@ -1,4 +1,4 @@
-"""A generation put away and taken up again: its whole state is constant in size, so it is a small file.
+"""A generation put away and taken up again: its whole state is constant in size (unless a layer is dense), and so is the file.
 
 One safetensors file holds every tensor of a ``BoundedCache``, the ids that are not taken in yet and the state of the random
 generator. It says which model and policy it belongs to, and nothing else will take it up. No code is stored.
@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvpop
-from kvpop.attachment import attached_policies, attention_modules
-from kvpop.cache import BoundedCache
+from kvpop.architecture import CHILD, attached_policies, attention_modules
+from kvpop.cache import BoundedCache, BoundedLayer
 
 FORMAT = 1
 SAMPLES = 64
@@ -68,11 +68,15 @@ class Session:
             "rollback": min(layer.rollback for layer in layers),
             "versions": {"kvpop": kvpop.__version__, "torch": torch.__version__},
         }
+        check_target(path)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         half_written = path.with_name(path.name + ".part")
-        save_file(tensors, half_written, metadata={"kvpop-session": json.dumps(facts)})
-        os.replace(half_written, path)
+        try:
+            save_file(tensors, half_written, metadata={"kvpop-session": json.dumps(facts)})
+            os.replace(half_written, path)
+        finally:
+            half_written.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Session:
@@ -83,64 +87,101 @@ class Session:
         facts, tensors = _read(Path(path))
         here = belongs_to(model)
         for what in ("model", "policy"):
-            wrong = _differences(facts.get(what) or {}, here[what])
+            there = facts.get(what)
+            wrong = _differences(there if isinstance(there, dict) else {}, here[what])
             if wrong:
                 raise SessionError(f"{path} belongs to another {what}: {wrong}")
-        cache = BoundedCache(model, rollback=facts.get("rollback", 0))
-        for i, (layer, module) in enumerate(zip(cache.bounded_layers, attention_modules(model))):
-            prefix = f"layers.{i}."
-            own = {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
-            for name in ("keys", "values", "position", "seen", "taken"):
-                if name not in own:
-                    raise SessionError(f"{path} has no tensor {prefix}{name}")
-            device = next(module.parameters()).device
-            own = {name: x.to(device) for name, x in own.items()}
-            layer.lazy_initialization(own["keys"][:, :, :0], own["values"][:, :, :0])
-            assert layer.slots is not None
-            if "pins" in own:
-                layer.slots.pin(own["pins"])
-            fresh = {**layer.slots.tensors(), "taken": layer.slots.taken}
-            for name, x in fresh.items():
-                if name not in own:
-                    raise SessionError(f"{path} has no tensor {prefix}{name}")
-                if layer.policy.bounded and (own[name].shape != x.shape or own[name].dtype != x.dtype):
-                    raise SessionError(
-                        f"{path}: {prefix}{name} is {own[name].dtype} {tuple(own[name].shape)}, not {x.dtype} {tuple(x.shape)}"
-                    )
-                if own[name].shape == x.shape:
-                    x.copy_(own[name])  # in the memory the store was given
-            if not layer.policy.bounded:
-                layer.slots.replace({name: own[name] for name in layer.slots.tensors()})
-        generator = None
-        if "generator" in tensors:
-            generator = torch.Generator()
-            generator.set_state(tensors["generator"])
+        cache = BoundedCache(model, rollback=int(facts.get("rollback", 0)))
+        try:
+            rows = len(tensors["layers.0.seen"])
+            for i, (layer, module) in enumerate(zip(cache.bounded_layers, attention_modules(model))):
+                device = next(module.parameters()).device
+                prefix = f"layers.{i}."
+                own = {n.removeprefix(prefix): x.to(device) for n, x in tensors.items() if n.startswith(prefix)}
+                _fill(layer, own, rows, prefix)
+            generator = None
+            if "generator" in tensors:
+                generator = torch.Generator()
+                generator.set_state(tensors["generator"])
+        except (KeyError, IndexError, TypeError, RuntimeError) as error:
+            raise SessionError(f"{path} is damaged: {error}") from error
         return cls(cache, tensors.get("pending"), generator)
 
 
+def _fill(layer: BoundedLayer, own: dict[str, Tensor], rows: int, prefix: str) -> None:
+    """Make a layer's store and fill it; RuntimeError for tensors that are missing or do not fit."""
+    layer.lazy_initialization(own["keys"][:, :, :0], own["values"][:, :, :0])
+    assert layer.slots is not None
+    if "pins" in own:
+        layer.slots.pin(own["pins"])
+    kept = layer.slots.tensors()
+    for name, x in kept.items():
+        given, sizes = own[name], list(x.shape)
+        sizes[0] = rows
+        if not layer.policy.bounded and name in ("keys", "values", "position"):
+            sizes[2] = own["position"].shape[2]
+        if given.dtype != x.dtype or list(given.shape) != sizes:
+            raise RuntimeError(f"{prefix}{name} is {given.dtype} {tuple(given.shape)}, not {x.dtype} {tuple(sizes)}")
+        if given.shape == x.shape:
+            x.copy_(given)  # in the memory the store was given
+    if not layer.policy.bounded:
+        layer.slots.replace({name: own[name] for name in kept})
+    layer.slots.taken.copy_(own["taken"])
+
+
 def belongs_to(model: PreTrainedModel) -> dict[str, Any]:
-    """What identifies a model and its policy: shapes, a hash of a sample of every weight (scorers too), policy settings."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
-        flat = weight.detach().flatten()
-        picked = flat[:: max(1, -(-flat.numel() // SAMPLES))]
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(picked.double().cpu().numpy().tobytes())
+    """What identifies a model and its policy: shapes, policy settings, and a hash of weights and buffers, scorers included.
+
+    Of every tensor 64 values enter the hash: another checkpoint shows, a few weights changed by hand may not.
+    """
+    every = sorted([*model.named_parameters(), *model.named_buffers()])
+    own, scorers = ([pair for pair in every if (f".{CHILD}." in pair[0]) == wanted] for wanted in (False, True))
     config = model.config.get_text_config()
     return {
         "model": {
             "type": config.model_type,
             "layers": config.num_hidden_layers,
             "width": config.hidden_size,
-            "weights": digest.hexdigest(),
+            "dtype": str(model.dtype),
+            "positions": json.loads(json.dumps(getattr(config, "rope_parameters", None), default=str)),
+            "weights": _digest(own),
         },
-        "policy": {str(i): policy.describe() for i, policy in enumerate(attached_policies(model))},
+        "policy": {
+            **{str(i): policy.describe() for i, policy in enumerate(attached_policies(model))},
+            "weights": _digest(scorers),
+        },
     }
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
-    wrong = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    return "; ".join(f"{key} {there.get(key)} in the file, {here.get(key)} here" for key in wrong[:3])
+def _digest(tensors: list[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        flat = tensor.detach().flatten()
+        picked = flat[:: max(1, -(-flat.numel() // SAMPLES))]
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(picked.double().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any], inside: str = "") -> str:
+    """The first things that differ, in words; looks into the layers of a policy."""
+    for key in {**there, **here}:
+        a, b = there.get(key), here.get(key)
+        if isinstance(a, dict) and isinstance(b, dict) and a != b:
+            return _differences(a, b, f"layer {key}: " if key.isdigit() else f"{key}: ")
+        if a != b:
+            return f"{inside}{key} {a} in the file, {b} here"
+    return ""
+
+
+def check_target(path: str | Path) -> None:
+    """Raise SessionError, before work is lost, if no session can be written to ``path``."""
+    path = Path(path)
+    if path.is_dir():
+        raise SessionError(f"{path} is a directory, not a session file")
+    parent = next(p for p in path.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise SessionError(f"{path} cannot be written: {parent} is no directory that can be written to")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

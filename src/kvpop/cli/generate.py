@@ -66,7 +66,7 @@ def generate(
     from kvpop.rollout import StatusLine, TextStream, prompt_ids
     from kvpop.rollout import generate as steps_of
     from kvpop.sampling import Sampling
-    from kvpop.session import Session
+    from kvpop.session import Session, check_target
 
     if (adapter is None) == (policy is None):
         raise ValueError("give either --adapter DIR or --policy NAME")
@@ -74,6 +74,8 @@ def generate(
         raise ValueError(
             "--policy oracle ranks tokens by future attention: it can score a given text, not generate one"
         )
+    if session is not None:
+        check_target(session)
     going_on = session is not None and session.is_file()
     if (prompt is not None and prompt_file is not None) or (not going_on and prompt is None and prompt_file is None):
         raise ValueError("give either --prompt TEXT or --prompt-file FILE")
@@ -100,7 +102,7 @@ def generate(
     state.generator = state.generator or sampling.generator()
     parts = [] if state.pending is None else [state.pending]
     if text is not None:
-        parts.append(prompt_ids(tokenizer, text, raw, going_on))
+        parts.append(prompt_ids(tokenizer, text, raw, None if state.pending is None else int(state.pending[0, -1])))
     ids_1S = torch.cat(parts, dim=1)
     if pin_prompt:
         stop_at = sum(state.cache.tokens_seen()) + ids_1S.shape[1]

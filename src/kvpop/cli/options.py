@@ -35,7 +35,7 @@ SinksOption = Annotated[
 WindowOption = Annotated[
     int | None, typer.Option(min=1, help="Newest tokens that are always held (the adapter's, or 64).")
 ]
-SeedOption = Annotated[int, typer.Option(min=0)]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of every draw; a session goes on with its own draws.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto: bfloat16 on a GPU, else float32.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,8 @@ class SequencePass:
 class LayerPolicy(nn.Module, ABC):
     """The retention of one attention layer; attached as its child module ``kvpop``."""
 
+    label = ""
+    """The name of the policy it belongs to."""
     attached = False
     """Whether this is the policy its attention module uses: a cache of a policy that was taken off is refused."""
 
@@ -188,6 +190,7 @@ class RankedLayer(LayerPolicy):
             "budget": [self.budget.sinks, self.budget.window, self.budget.long],
             "decay_step": self.decay_step,
             "scorer": self.scorer.extra_repr() or type(self.scorer).__name__,
+            "decay": [f"{gamma:.5g}" for gamma in self.decay().tolist()],
         }
 
     def check_pins(self, count: int) -> None:
@@ -227,5 +230,5 @@ class Policy(ABC):
     @abstractmethod
     def layer(self, shape: LayerShape) -> LayerPolicy: ...
 
-    def check(self, layers: int) -> None:  # noqa: B027
-        """Raise ValueError if the policy does not fit a model of that many layers."""
+    def check(self, kinds: Sequence[str]) -> None:  # noqa: B027
+        """Raise ValueError if the policy does not fit a model whose layers attend in these ways (``full_attention``, ...)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpop.policies.base import LayerPolicy, LayerShape, Policy
@@ -37,11 +37,18 @@ class ByLayer(Policy):
         return None if None in sizes else max(size for size in sizes if size is not None)
 
     def layer(self, shape: LayerShape) -> LayerPolicy:
-        return self.layers.get(shape.layer, self.default).layer(shape)
+        chosen = self.layers.get(shape.layer, self.default)
+        layer = chosen.layer(shape)
+        layer.label = chosen.name
+        return layer
 
-    def check(self, layers: int) -> None:
+    def check(self, kinds: Sequence[str]) -> None:
         for layer, policy in self.layers.items():
-            if not 0 <= layer < layers:
-                raise ValueError(f"a policy was given for layer {layer}, but the model's layers are 0 to {layers - 1}")
-            policy.check(layers)
-        self.default.check(layers)
+            if not 0 <= layer < len(kinds):
+                raise ValueError(
+                    f"a policy was given for layer {layer}, but the model's layers are 0 to {len(kinds) - 1}"
+                )
+            if kinds[layer] != "full_attention":
+                raise ValueError(f"a policy was given for layer {layer}, which keeps the model's own {kinds[layer]}")
+            policy.check(kinds)
+        self.default.check(kinds)

@@ -25,6 +25,7 @@ class GrowingSlots(Slots):
         self.position = torch.zeros(rows, k_like.shape[1], 0, dtype=torch.int32, device=k_like.device)
         self.seen = torch.zeros(rows, dtype=torch.long, device=k_like.device)
         self.taken = torch.zeros((), dtype=torch.long, device=k_like.device)
+        self._appended = 0
 
     def tensors(self) -> dict[str, Tensor]:
         return {"keys": self.keys, "values": self.values, "position": self.position, "seen": self.seen}
@@ -53,16 +54,18 @@ class GrowingSlots(Slots):
             more = max(columns - order.shape[-1], 0)
             self.keys, self.values = (F.pad(take(x, order), (0, 0, 0, more)) for x in (self.keys, self.values))
             self.position = F.pad(take(self.position, order), (0, more), value=-1)
+        self._appended = 0  # columns are no longer the last tokens of every row
 
     def record(self, reach: int) -> None:
         pass  # nothing is overwritten, so anything can be taken back
 
     @property
     def undoable(self) -> int:
-        return self.position.shape[-1]
+        return self._appended
 
     def crop(self, tokens: int) -> None:
-        stays = self.undoable - tokens
+        stays = self.position.shape[-1] - tokens
+        self._appended -= tokens
         self.taken -= tokens
         self.seen -= (self.position[:, 0, stays:] >= 0).sum(-1)
         self.keys, self.values, self.position = (x[:, :, :stays] for x in (self.keys, self.values, self.position))
@@ -70,13 +73,24 @@ class GrowingSlots(Slots):
     def pin(self, spans_BP2: Tensor) -> None:
         pass  # everything is kept
 
+    def _several(self, q: Tensor, k: Tensor, v: Tensor, valid_Bn: Tensor | None, scale: float) -> Tensor:
+        if valid_Bn is None:
+            return super()._several(q, k, v, None, scale)
+        return self._append(q, k, v, valid_Bn, scale).masked_fill(~valid_Bn[:, None, :, None], 0.0)
+
     def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:
+        offset_n = torch.arange(q_BRnD.shape[2], device=q_BRnD.device)
+        return self._append(q_BRnD, k_BHnD, v_BHnD, offset_n < count_B[:, None], scale)
+
+    def _append(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, valid_Bn: Tensor, scale: float) -> Tensor:
+        """One column for every token as it came, padding included, so that the last columns are the last tokens."""
         B, H, n, _ = k_BHnD.shape
-        offset_n = torch.arange(n, device=k_BHnD.device)
-        now_Bn = torch.where(offset_n < count_B[:, None], self.seen[:, None] + offset_n, -1)
-        self.keys, self.values = torch.cat([self.keys, k_BHnD], 2), torch.cat([self.values, v_BHnD], 2)
-        self.position = torch.cat([self.position, now_Bn[:, None].expand(B, H, n).int()], 2)
-        self.seen += count_B
+        with torch.inference_mode(False), torch.no_grad():
+            now_Bn = torch.where(valid_Bn, self.seen[:, None] + valid_Bn.cumsum(-1) - 1, -1)
+            self.keys, self.values = torch.cat([self.keys, k_BHnD], 2), torch.cat([self.values, v_BHnD], 2)
+            self.position = torch.cat([self.position, now_Bn[:, None].expand(B, H, n).int()], 2)
+            self.seen += valid_Bn.sum(-1)
+        self._appended += n
         expiry = torch.where(self.position >= 0, NEVER, 0)
         return sparse_attention(
             q_BRnD, self.keys, self.values, expiry, scale=scale, q_pos_BQ=now_Bn, k_pos_BHT=self.position

@@ -103,10 +103,11 @@ class RankedSlots(Slots):
     def _room_for_pins(self, spans: int) -> None:
         have = 0 if self.pins is None else self.pins.shape[1]
         if spans > have:
-            grown = self.seen.new_zeros(len(self.seen), spans, 2)
-            if self.pins is not None:
-                grown[:, :have] = self.pins
-            self.pins = grown
+            with torch.inference_mode(False), torch.no_grad():
+                grown = torch.zeros(len(self.seen), spans, 2, dtype=torch.long, device=self.seen.device)
+                if self.pins is not None:
+                    grown[:, :have] = self.pins
+                self.pins = grown
 
     def pin(self, spans_BP2: Tensor) -> None:
         with torch.inference_mode(False):
