@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CompileConfig
+from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
+from kvpop import generation
 from kvpop.attachment import attach, cache_argument
 from kvpop.budget import Budget
 from kvpop.cache import BoundedCache
@@ -101,6 +102,58 @@ def test_case_16_generate_compiles_the_bounded_cache(name: str) -> None:
         eager = model.generate(ids, attention_mask=mask, **options)
         assert torch.equal(model.generate(ids, attention_mask=mask, compile_config=config, **options), eager)
     assert counter.frame_count == 1
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As on a GPU: ``generate`` keeps its cache for the next call. Filled with the identities of the caches."""
+    used: list[int] = []
+    fresh = generation.fresh_cache
+
+    def spy(*args):
+        cache = fresh(*args)
+        used.append(id(cache))
+        return cache
+
+    monkeypatch.setattr(generation, "captures", lambda model: True)
+    monkeypatch.setattr(generation, "fresh_cache", spy)
+    return used
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_generate_uses_its_last_cache_again_where_steps_are_captured(captured, compiled: bool) -> None:
+    model = model_with(POLICIES["mlp"], dtype=torch.float32)
+    counter = CompileCounter()
+    config = CompileConfig(fullgraph=True, backend=lambda graph, inputs, **_: counter(graph, inputs))
+    config._compile_all_devices = compiled
+    options = dict(max_new_tokens=20, min_new_tokens=20, do_sample=False, compile_config=config)
+    expected = [model.generate(text(2, n, n), max_new_tokens=20, min_new_tokens=20, use_cache=False) for n in (5, 40)]
+    for _ in range(2):
+        for n, wanted in zip((5, 40), expected):
+            assert torch.equal(model.generate(text(2, n, n), **options), wanted)
+    assert len(captured) == 4
+    assert len(set(captured)) == 1
+    model.generate(text(3, 5), **options)  # other rows, another cache
+    assert len(set(captured)) == 2
+
+
+def test_a_cache_that_somebody_holds_is_not_used_again(captured) -> None:
+    model = model_with(POLICIES["mlp"], dtype=torch.float32)
+    options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    outer, inner = model.generate(text(1, 9), **options), model.generate(text(1, 30, 3), **options)
+
+    class Nested(LogitsProcessor):
+        """Generates something else in the middle of a generation."""
+
+        def __call__(self, input_ids, scores):
+            assert torch.equal(model.generate(text(1, 30, 3), **options), inner)
+            return scores
+
+    assert torch.equal(model.generate(text(1, 9), logits_processor=LogitsProcessorList([Nested()]), **options), outer)
+    out = model.generate(text(1, 9), return_dict_in_generate=True, **options)
+    held = getattr(out, cache_argument(model)).held_positions()
+    model.generate(text(1, 30, 3), **options)
+    assert getattr(out, cache_argument(model)).held_positions() == held
 
 
 def test_a_cache_without_bound_or_with_rollback_is_not_compiled() -> None:

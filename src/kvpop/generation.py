@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,8 +15,8 @@ from kvpop.cache import ROLLBACK, BoundedCache
 from kvpop.slots import CHUNK
 
 HOOKS = (
-    "_prepare_cache_for_generation", "_get_candidate_generator", "_get_logits_processor", "prepare_inputs_for_generation",
-    "generate_batch", "init_continuous_batching", "continuous_batching_context_manager",
+    "generate", "_prepare_cache_for_generation", "_get_candidate_generator", "_get_logits_processor",
+    "prepare_inputs_for_generation", "generate_batch", "init_continuous_batching", "continuous_batching_context_manager",
 )  # fmt: skip
 """The methods of ``generate`` that ``attach`` may put over the class's own, on the model alone."""
 
@@ -44,6 +44,14 @@ def generation_hooks(model: Any) -> dict[str, Any]:
             self, generation_config, model_kwargs, mode, batch_size, longest
         )
 
+    @wraps(type(model).generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lent = len(_KEPT.lent)
+        try:
+            return type(self).generate(self, *args, **kwargs)
+        finally:
+            del _KEPT.lent[lent:]
+
     def candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
         generator = type(self)._get_candidate_generator(self, *args, **kwargs)
         need_rollback(generator, kwargs["model_kwargs"][name])
@@ -64,6 +72,7 @@ def generation_hooks(model: Any) -> dict[str, Any]:
         )
 
     hooks: dict[str, Any] = {
+        "generate": generate,
         "_prepare_cache_for_generation": prepare_cache,
         "_get_candidate_generator": candidates,
         "_get_logits_processor": processors,
@@ -80,10 +89,11 @@ def generation_hooks(model: Any) -> dict[str, Any]:
 
 
 class Kept(threading.local):
-    """The cache that ``generate`` last made for each model, in every thread its own."""
+    """The cache that ``generate`` last made for each model, and those that calls under way use; in every thread its own."""
 
     def __init__(self) -> None:
         self.caches: WeakKeyDictionary[Any, BoundedCache] = WeakKeyDictionary()
+        self.lent: list[BoundedCache] = []
 
 
 _KEPT = Kept()
@@ -93,21 +103,28 @@ def fresh_cache(model: Any, rows: int, returned: bool) -> BoundedCache:
     """An empty cache for one call of ``generate``, allocated if it can be: a compiled pass cannot make stores.
 
     On a GPU a captured graph finds its tensors by address. So the cache of the last call in this thread is used again, as
-    transformers does with its static caches, if it has as many rows, nobody else holds it, and it is not ``returned``.
+    transformers does with its static caches, if it has as many rows, no call under way uses it, and it is not ``returned``.
     """
     cache = BoundedCache(model)
     if not cache.is_compileable:
         return cache
-    if model.device.type != "cuda" or returned:
+    if returned or not captures(model):
         cache.allocate(rows)
         return cache
     last = _KEPT.caches.get(model)
-    if last is not None and sys.getrefcount(last) == _UNUSED and _fits(last, cache, rows):
-        last.reset()
-        return last
-    cache.allocate(rows)
-    _KEPT.caches[model] = cache
+    if last is not None and all(last is not lent for lent in _KEPT.lent) and _fits(last, cache, rows):
+        cache = last
+        cache.reset()
+    else:
+        cache.allocate(rows)
+        _KEPT.caches[model] = cache
+    _KEPT.lent.append(cache)
     return cache
+
+
+def captures(model: Any) -> bool:
+    """Whether transformers captures the decoding step of a model as a CUDA graph."""
+    return model.device.type == "cuda"
 
 
 def _fits(last: BoundedCache, fresh: BoundedCache, rows: int) -> bool:
@@ -116,16 +133,6 @@ def _fits(last: BoundedCache, fresh: BoundedCache, rows: int) -> bool:
         return False
     pairs = [(store.keys, layer.weight) for store, layer in zip(last.stores, fresh.bounded_layers)]
     return all((keys.dtype, keys.device) == (weight.dtype, weight.device) for keys, weight in pairs)
-
-
-def _references_of_one_holder() -> int:
-    """What ``sys.getrefcount`` says, asked as above, of an object that one dictionary and one local variable hold."""
-    holder = {0: object()}
-    last = holder.get(0)
-    return sys.getrefcount(last)
-
-
-_UNUSED = _references_of_one_holder()
 
 
 def _recomputes(model: Any) -> bool:
