@@ -28,8 +28,8 @@ def recurrent(
         i_NH = (log_i - m_new_NH).exp()
         C_NHDV = f_NH[..., None, None] * C_NHDV + (i_NH[..., None] * k)[..., None] * v1[..., None, :]
         m_NH = m_new_NH
-        r.append(torch.matmul(q[..., None, :], C_NHDV))
-    return torch.cat(r, dim=2), C_NHDV, m_NH
+        r.append((q[..., None] * C_NHDV).sum(-2))  # not a product of matrices: a compiler fuses it with the update
+    return torch.stack(r, dim=2), C_NHDV, m_NH
 
 
 def quadratic(
