@@ -224,18 +224,14 @@ def test_generate_with_one_seed_gives_one_text(folder):
     assert text(0) == text(0) != text(1)
 
 
+def on_adapter(folder, adapter, prompt: str = "w3 " * 60) -> list[object]:
+    """Three tokens after a prompt, with the adapter."""
+    where = ["--model", folder / "model", "--adapter", adapter]
+    return [*where, "--prompt", prompt, "--max-new-tokens", "3"]
+
+
 def test_generate_takes_another_budget_than_the_adapters(folder, adapter):
-    common = [
-        "--model",
-        folder / "model",
-        "--adapter",
-        adapter,
-        "--prompt",
-        "w3 " * 60,
-        "--max-new-tokens",
-        "3",
-        "--json",
-    ]
+    common = [*on_adapter(folder, adapter), "--json"]
     report = json.loads(call("generate", *common, "--budget", "12").stdout)
     assert (report["budget"], report["tokens_held"]) == (12, 12)
 
@@ -441,17 +437,7 @@ def test_a_session_goes_on_where_it_ended(folder, adapter, tmp_path):
 
 
 def test_generate_takes_a_ratio_dense_layers_and_pins(folder, adapter):
-    common = [
-        "--model",
-        folder / "model",
-        "--adapter",
-        adapter,
-        "--prompt",
-        "w3 " * 60,
-        "--max-new-tokens",
-        "3",
-        "--raw",
-    ]
+    common = [*on_adapter(folder, adapter), "--raw"]
     ratio = ["--ratio", "0.25", "--context", "64"]
     assert json.loads(call("generate", *common, *ratio, "--json").stdout)["tokens_held"] == 16
     report = json.loads(call("generate", *common, *ratio, "--dense-layers", "1", "--json").stdout)
@@ -460,5 +446,4 @@ def test_generate_takes_a_ratio_dense_layers_and_pins(folder, adapter):
     assert "belong together" in refused("generate", *common, "--ratio", "0.5")
     assert "either --budget or --ratio" in refused("generate", *common, *ratio, "--budget", "20")
     assert "layers are 0 to 1" in refused("generate", *common, "--dense-layers", "3")
-    short = [*common[:5], "w3 w4", *common[6:]]
-    assert call("generate", *short, "--pin-prompt").exit_code == 0
+    assert call("generate", *on_adapter(folder, adapter, "w3 w4"), "--raw", "--pin-prompt").exit_code == 0

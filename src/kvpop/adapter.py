@@ -229,9 +229,7 @@ def load(
         weights = read_tensors(Path(directory) / config["base_weights"])
         check_tensors(weights, base_tensors(model), "base weights")
     others = {i: trained.with_budget(p) if isinstance(p, Budget) else p for i, p in (layers or {}).items()}
-    attach(
-        model, ByLayer(trained, others)
-    )  # checks the scorers; only now, with nothing left to fail, is the model changed
+    attach(model, ByLayer(trained, others))  # checks the scorers; with nothing left to fail, the model is changed
     own = base_tensors(model)
     with torch.no_grad():
         for name, tensor in weights.items():

@@ -157,9 +157,8 @@ class BoundedLayer(CacheLayerMixin):
                     )
 
     def activate_past_recording(self) -> None:
-        """Called by transformers before it rolls back: as an assistant, or for a cache that did not come from ``generate``."""
+        """See ``BoundedCache.activate_past_recording``, which asks every policy first."""
         if not self.rollback:
-            self.policy.check_rollback()
             self.rollback = ROLLBACK
             if self.slots is not None:
                 self.slots.record(self.rollback)
@@ -305,7 +304,10 @@ class BoundedCache(Cache):
         super().crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
-        """Called by transformers before it rolls back. Raises ValueError, changing nothing, if a layer cannot."""
+        """Called by transformers before it rolls back: as an assistant, or for a cache that did not come from ``generate``.
+
+        Raises ValueError, changing nothing, if a layer cannot.
+        """
         for policy in self.policies:
             policy.check_rollback()
         for layer in self.bounded_layers:

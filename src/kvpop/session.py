@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvpop
-from kvpop.architecture import CHILD, attached_policies, attention_modules
+from kvpop.architecture import CHILD, attached_policies
 from kvpop.cache import BoundedCache, BoundedLayer
 
 FORMAT = 1
@@ -94,10 +94,9 @@ class Session:
         cache = BoundedCache(model, rollback=int(facts.get("rollback", 0)))
         try:
             rows = len(tensors["layers.0.seen"])
-            for i, (layer, module) in enumerate(zip(cache.bounded_layers, attention_modules(model))):
-                device = next(module.parameters()).device
+            for i, layer in enumerate(cache.bounded_layers):
                 prefix = f"layers.{i}."
-                own = {n.removeprefix(prefix): x.to(device) for n, x in tensors.items() if n.startswith(prefix)}
+                own = {n.removeprefix(prefix): x.to(layer.home) for n, x in tensors.items() if n.startswith(prefix)}
                 _fill(layer, own, rows, prefix)
             generator = None
             if "generator" in tensors:

@@ -62,7 +62,7 @@ def generate(
     from kvpop.adapter import load, load_policy
     from kvpop.attachment import attach
     from kvpop.cache import BoundedCache
-    from kvpop.policies import ByLayer, Dense, policy_by_name
+    from kvpop.policies import ByLayer, policy_by_name
     from kvpop.rollout import StatusLine, TextStream, prompt_ids
     from kvpop.rollout import generate as steps_of
     from kvpop.sampling import Sampling
@@ -83,7 +83,7 @@ def generate(
         raise ValueError(f"--top-p must be in (0, 1], got {top_p}")
     slots = chosen_budget(budget, sinks, window, adapter, ratio, context)
     trained = policy_by_name(policy, slots) if policy is not None else load_policy(adapter or "", slots)
-    chosen = ByLayer.dense_first(trained, dense_layers) if dense_layers else trained
+    chosen = ByLayer.dense_first(trained, dense_layers)
     text = read_prompt(prompt, prompt_file)
     if text is not None and not text.strip():
         raise ValueError("the prompt is empty")
@@ -96,7 +96,7 @@ def generate(
         if adapter is None:
             attach(base, chosen)
         else:
-            load(base, adapter, budget=slots, layers={layer: Dense() for layer in range(dense_layers)})
+            load(base, adapter, budget=slots, layers=chosen.layers)
     sampling = Sampling(temperature, top_p, top_k, seed)
     state = Session.load(session, base) if session is not None and going_on else Session(BoundedCache(base))
     state.generator = state.generator or sampling.generator()

@@ -33,7 +33,4 @@ class WindowLayer(LayerPolicy):
     def describe(self) -> dict[str, object]:
         return super().describe() | {"window": self.budget.window}
 
-    def check_pins(self, count: int) -> None:
-        pass  # pins are about what the policy may drop; what the model itself never looks at again is not kept
-
-    pins_apply = False
+    pins_apply = False  # pins are about what a policy may drop; what the model itself never looks at again is not kept

@@ -31,13 +31,6 @@ class AttendedSlots(Slots):
         self.seen = torch.zeros(rows, dtype=torch.long, device=device)
         self.taken = torch.zeros((), dtype=torch.long, device=device)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"keys": self.keys, "values": self.values, "position": self.position, "seen": self.seen}
-
-    def replace(self, tensors: dict[str, Tensor]) -> None:
-        for name, x in tensors.items():
-            setattr(self, name, x)
-
     def step(self, q_BR1D: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, valid_B: Tensor | None, scale: float) -> Tensor:
         """Attend to the held tokens and the new one, then drop the least attended of them all; slots stay in place."""
         B, H, M, D = self.keys.shape

@@ -88,13 +88,14 @@ class Slots(ABC):
         count_B = torch.ones_like(self.seen) if valid_B is None else valid_B.long()
         return self.extend(q_BR1D, k_BH1D, v_BH1D, count_B, scale)
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Everything the store keeps for its rows, by name, rows along dim 0."""
+        return {name: getattr(self, name) for name in ("keys", "values", "position", "seen")}
 
-    @abstractmethod
     def replace(self, tensors: dict[str, Tensor]) -> None:
         """Put back what ``tensors`` returned, perhaps with other rows or on another device."""
+        for name, x in tensors.items():
+            setattr(self, name, x)
 
     def select(self, rows_n: Tensor) -> None:
         """Keep, reorder or repeat rows: every tensor moves together. The same number of rows stays in the same memory."""

@@ -27,13 +27,6 @@ class GrowingSlots(Slots):
         self.taken = torch.zeros((), dtype=torch.long, device=k_like.device)
         self._appended = 0
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"keys": self.keys, "values": self.values, "position": self.position, "seen": self.seen}
-
-    def replace(self, tensors: dict[str, Tensor]) -> None:
-        for name, x in tensors.items():
-            setattr(self, name, x)
-
     def clear(self, rows: slice = EVERY) -> None:
         super().clear(rows)
         self._compact(0)

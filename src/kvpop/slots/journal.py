@@ -7,6 +7,7 @@ store ends where it would be had the tokens never come: there is no other notion
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -32,7 +33,7 @@ class Update:
     def tokens(self) -> int:
         return self.keys.shape[2]
 
-    def map(self, change) -> Update:  # type: ignore[no-untyped-def]
+    def map(self, change: Callable[[Tensor], Tensor]) -> Update:
         return replace(
             self,
             keys=change(self.keys),
@@ -44,9 +45,8 @@ class Update:
         )
 
     def tensors(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        self.map(found.append)
-        return found
+        valid = [] if self.valid_Bn is None else [self.valid_Bn]
+        return [self.keys, self.values, self.seen_B, *self.state, *self.lost.values(), *valid]
 
 
 class Journal:
@@ -65,7 +65,7 @@ class Journal:
         while self.tokens - self.updates[0].tokens >= self.reach:
             self.updates.popleft()
 
-    def map(self, change) -> None:  # type: ignore[no-untyped-def]
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
         self.updates = deque(update.map(change) for update in self.updates)
 
     def nbytes(self) -> int:

@@ -57,7 +57,7 @@ class RankedSlots(Slots):
         self.journal: Journal | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        own = {name: getattr(self, name) for name in ("keys", "values", "position", "priority", "seen")}
+        own = {**super().tensors(), "priority": self.priority}
         if self.pins is not None:
             own["pins"] = self.pins
         return own | {f"state.{i}": x for i, x in enumerate(self.state)}
@@ -65,8 +65,7 @@ class RankedSlots(Slots):
     def replace(self, tensors: dict[str, Tensor]) -> None:
         tensors = dict(tensors)
         self.state = tuple(tensors.pop(f"state.{i}") for i in range(len(self.state)))
-        for name, x in tensors.items():
-            setattr(self, name, x)
+        super().replace(tensors)
         self.log_gamma = self.log_gamma.to(self.seen.device)
 
     def select(self, rows_n: Tensor) -> None:
