@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvpop
+from kvpop import hub
 from kvpop.adapter import (
     BASE,
+    BASE_INDEX,
     CONFIG,
     SCORERS,
     AdapterError,
+    adapter_directory,
+    adapter_files,
+    base_fingerprint,
     base_tensors,
+    changed_weights,
+    fingerprint,
     load,
     load_policy,
+    pretrained,
     read_config,
     save_adapter,
     scorer_tensors,
@@ -25,7 +34,8 @@ from kvpop.adapter import (
 from kvpop.attachment import attach, attached_policies, cache_argument
 from kvpop.budget import Budget
 from kvpop.cache import BoundedCache
-from kvpop.policies import KVpop
+from kvpop.policies import DMS, KVpop, Policy, Random, Streaming
+from kvpop.trained import learned_tensors, policy_from, settings_of
 from tests.tiny import VOCAB, expiries, tiny_model
 
 BUDGET = Budget(2, 8, 8)
@@ -33,13 +43,13 @@ KINDS = ["mlp", "mlstm", "mlstm-immediate", "mlp+mlstm"]
 IDS = torch.randint(3, VOCAB, (1, 60), generator=torch.Generator().manual_seed(0))
 
 
-def trained_model(policy: KVpop, dtype: torch.dtype = torch.float32, **sizes):
+def trained_model(policy: Policy, dtype: torch.dtype = torch.float32, **sizes):
     """A model with scorers that are not what initialisation would give: parameters and standardisation moved."""
     model = attach(tiny_model(dtype=dtype, **sizes), policy)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for layer in attached_policies(model):
-            for tensor in layer.state_dict().values():
+            for tensor in learned_tensors(layer).values():
                 if tensor.dtype.is_floating_point:
                     tensor.add_(0.3 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).abs())
                 else:
@@ -101,10 +111,14 @@ def test_loading_does_not_tie_two_models_together(saved: Path) -> None:
 
 def test_the_config_says_what_the_adapter_is(saved: Path) -> None:
     config = read_config(saved)
-    assert config["model"] == {"id": "tiny", "type": "llama", "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    assert config["model"] == {
+        "id": "tiny", "type": "llama", "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8,
+        "weights": base_fingerprint(tiny_model(dtype=torch.float32)),
+    }  # fmt: skip
+    assert config["policy"]["name"] == "kvpop"
     assert config["policy"]["budget"] == {"sinks": 2, "window": 8, "long": 8}
     assert config["training"] == {"steps": 3}
-    assert config["base_weights"] is None
+    assert (config["scorers"], config["base_weights"]) == (SCORERS, None)
     assert config["versions"]["kvpop"] == kvpop.__version__
     assert sorted(p.name for p in saved.iterdir()) == [CONFIG, SCORERS]
     (saved / "other").touch()
@@ -140,6 +154,26 @@ def test_a_full_adapter_restores_the_base_weights(tmp_path: Path) -> None:
     again = load(tiny_model(dtype=torch.float32), tmp_path)
     assert all(torch.equal(t, base_tensors(model)[n]) for n, t in base_tensors(again).items())
     assert torch.equal(expiries(model, IDS)[0], expiries(again, IDS)[0])
+
+
+def test_weights_that_were_put_together_elsewhere_are_saved_in_place_of_the_models(tmp_path: Path) -> None:
+    policy = KVpop(BUDGET, scorer="mlp")
+    model, whole = trained_model(policy), {n: t + 1 for n, t in base_tensors(tiny_model(dtype=torch.float32)).items()}
+    save_adapter(model, policy, tmp_path, model_id="tiny", with_base=True, base=whole)
+    again = base_tensors(load(tiny_model(dtype=torch.float32), tmp_path))
+    assert all(torch.equal(t, again[n]) for n, t in whole.items())
+    whole.pop("model.norm.weight")
+    with pytest.raises(AdapterError, match=r"base weights: missing tensors \['model.norm.weight'\]"):
+        save_adapter(model, policy, tmp_path / "x", model_id="tiny", with_base=True, base=whole)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_loaded_policy_can_be_saved_again(saved: Path, tmp_path: Path) -> None:
+    trained = load_policy(saved)
+    save_adapter(attach(tiny_model(dtype=torch.float32), trained), trained, tmp_path, model_id="tiny")
+    again = load_policy(tmp_path)
+    assert again.policy == trained.policy
+    assert all(torch.equal(t, again.tensors[n]) for n, t in trained.tensors.items())
 
 
 def test_a_full_adapter_of_a_model_with_tied_embeddings_keeps_them_tied(tmp_path: Path) -> None:
@@ -217,7 +251,25 @@ BROKEN_CONFIGS = {
     "no model": (lambda c: c.pop("model"), "no 'model' section"),
     "no policy": (lambda c: c.pop("policy"), "no 'policy' section"),
     "policy is no object": (lambda c: c.update(policy="kvpop"), "no 'policy' section"),
-    "another policy": (lambda c: c["policy"].update(name="dms"), "holds policy 'dms', expected 'kvpop'"),
+    "another policy": (
+        lambda c: c["policy"].update(name="best"),
+        "kvpop.json holds policy 'best', expected one of kvpop, streaming, dms",
+    ),
+    "settings of another": (lambda c: c["policy"].update(name="streaming"), r"unknown policy settings \['decay', "),
+    "a string for a number": (lambda c: c["policy"].update(hidden="5"), "the hidden '5' cannot be used: expected int"),
+    "true for a number": (lambda c: c["policy"].update(decay=True), "the decay True cannot be used: expected float"),
+    "a number for a name": (lambda c: c["policy"].update(scorer=3), "the scorer 3 cannot be used: expected str"),
+    "a short range": (
+        lambda c: c["policy"].update(decay_range=[-1e-3]),
+        r"the decay_range \[-0.001\] cannot be used: expected a list of 2 values",
+    ),
+    "a budget that is none": (lambda c: c["policy"].update(budget=8), "the budget 8 cannot be used"),
+    "scorers elsewhere": (
+        lambda c: c.update(scorers="../x"),
+        "has scorers '../x', expected null or one of scorers.safe",
+    ),
+    "weights elsewhere": (lambda c: c.update(base_weights="/etc/x"), "has base_weights '/etc/x', expected null or one"),
+    "scorers denied": (lambda c: c.update(scorers=None), "missing tensors"),
     "unknown setting": (lambda c: c["policy"].update(sharpness=3), r"unknown policy settings \['sharpness'\]"),
     "no budget": (lambda c: c["policy"].pop("budget"), "the policy has no budget"),
     "unknown budget setting": (lambda c: c["policy"]["budget"].update(pins=1), "budget .*'pins': 1.* cannot be used"),
@@ -244,8 +296,10 @@ def test_a_broken_json_file_says_so(text: str, message: str, saved: Path) -> Non
 
 
 def test_missing_and_damaged_files_are_named(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=f"nowhere is not a kvpop adapter: it has no {CONFIG}"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a kvpop adapter: there is no such directory"):
         load(tiny_model(dtype=torch.float32), tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=f"is not a kvpop adapter: it has no {CONFIG}"):
+        load(tiny_model(dtype=torch.float32), tmp_path)
     (saved / SCORERS).write_bytes((saved / SCORERS).read_bytes()[:100])
     with pytest.raises(AdapterError, match=f"{SCORERS} cannot be read"):
         load_policy(saved)
@@ -264,3 +318,212 @@ def test_an_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
     save_adapter(attach(tiny_model("llama"), policy), policy, tmp_path, model_id="llama")
     with pytest.raises(AdapterError, match="type llama in the adapter, qwen3 in the model"):
         load(tiny_model("qwen3"), tmp_path)
+
+
+POLICIES = {
+    "kvpop": KVpop(BUDGET, scorer="mlstm", hidden=3, decay=-5e-4, decay_range=(-3e-3, -2e-5), decay_step=2),
+    "streaming": Streaming(BUDGET),
+    "streaming-cache": Streaming(BUDGET, positions="cache"),
+    "dms": DMS(window=6, ratio=4.0, sinks=2, hidden=5, offset=0.5, emitted_by="self", threshold=-1.0),
+    "dms-native": DMS(window=6, ratio=2, gate="native", scale=3.0, offset=0),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_trained_policy_comes_back_with_its_settings_and_decides_the_same(name: str, tmp_path: Path) -> None:
+    policy = POLICIES[name]
+    model = trained_model(policy)
+    learned = bool(scorer_tensors(model))
+    assert learned == (name in ("kvpop", "dms"))
+    save_adapter(model, policy, tmp_path, model_id="tiny", with_base=True)
+    assert adapter_files(tmp_path) == [CONFIG, *([SCORERS] if learned else []), BASE]
+    trained = load_policy(tmp_path)
+    assert trained.policy == policy
+    assert (trained.name, trained.slots) == (policy.name, policy.slots)
+    again = load(tiny_model(seed=3, dtype=torch.float32), tmp_path)
+    (logits, kept), (logits_again, kept_again) = expiries(model, IDS), expiries(again, IDS)
+    assert torch.equal(logits, logits_again)
+    assert all(torch.equal(a, b) for a, b in zip(kept, kept_again))
+    texts = [m.generate(IDS, max_new_tokens=6, do_sample=False) for m in (model, again)]
+    assert torch.equal(*texts)
+
+
+def test_settings_are_plain_json_and_missing_ones_get_their_defaults() -> None:
+    for policy in POLICIES.values():
+        settings = json.loads(json.dumps(settings_of(policy)))
+        assert policy_from(settings, "here") == policy
+    assert policy_from({"name": "dms", "window": 4, "ratio": 2}, "here") == DMS(4, 2)
+    with pytest.raises(AdapterError, match="here: the policy has no window, ratio"):
+        policy_from({"name": "dms"}, "here")
+    with pytest.raises(AdapterError, match=r"here: DMS\.window must be at least 1, got 0"):
+        policy_from({"name": "dms", "window": 0, "ratio": 2}, "here")
+    with pytest.raises(AdapterError, match="here: positions must be 'original' or 'cache', got 'x'"):
+        policy_from({"name": "streaming", "budget": {"sinks": 0, "window": 1, "long": 0}, "positions": "x"}, "here")
+    with pytest.raises(ValueError, match="Random cannot be saved: adapters hold one of kvpop, streaming, dms"):
+        settings_of(Random(BUDGET))
+
+
+def test_a_policy_without_a_budget_refuses_one(tmp_path: Path) -> None:
+    policy = POLICIES["dms"]
+    save_adapter(trained_model(policy), policy, tmp_path, model_id="tiny")
+    for call in (lambda: load_policy(tmp_path, BUDGET), lambda: load(tiny_model(), tmp_path, layers={0: BUDGET})):
+        with pytest.raises(ValueError, match="dms has no budget to change to"):
+            call()
+
+
+def test_saving_without_a_policy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to save: kvpop-mlp is not attached"):
+        save_adapter(tiny_model(), KVpop(BUDGET, scorer="mlp"), tmp_path / "x", model_id="tiny")
+    assert not (tmp_path / "x").exists()
+
+
+def sharded(directory: Path, policy: Policy, seed: int = 5):
+    model = trained_model(policy, seed=seed)
+    save_adapter(model, policy, directory, model_id="tiny", with_base=True, trained_from="0" * 16, shard_bytes=10_000)
+    return model
+
+
+def test_big_weights_are_written_in_shards_and_read_back_bit_equal(tmp_path: Path) -> None:
+    model = sharded(tmp_path, Streaming(BUDGET))
+    files = adapter_files(tmp_path)
+    shards = [name for name in files if name.startswith("base-")]
+    assert len(shards) > 2
+    assert sorted(files) == sorted([CONFIG, BASE_INDEX, *shards])
+    assert max((tmp_path / name).stat().st_size for name in shards) < 12_000
+    assert read_config(tmp_path)["base_weights"] == BASE_INDEX
+    assert read_config(tmp_path)["model"]["weights"] == "0" * 16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # all weights are replaced: which ones were there does not matter
+        again = load(tiny_model(dtype=torch.float32), tmp_path)
+    assert all(torch.equal(t, base_tensors(model)[n]) for n, t in base_tensors(again).items())
+    found = changed_weights(tiny_model(dtype=torch.float32), tmp_path)
+    assert found.keys() == base_tensors(model).keys()
+
+
+def edit_index(directory: Path, change) -> None:
+    index = json.loads((directory / BASE_INDEX).read_text())
+    change(index)
+    (directory / BASE_INDEX).write_text(json.dumps(index))
+
+
+NORM = "model.norm.weight"
+BROKEN_SHARDS = {
+    "shard gone": (lambda d: min(d.glob("base-*")).unlink(), "has no base-00001-of-"),
+    "shard cut off": (lambda d: min(d.glob("base-*")).write_bytes(b"12345678901"), "base-00001-of-.* cannot be read"),
+    "index gone": (lambda d: (d / BASE_INDEX).unlink(), f"has no {BASE_INDEX}"),
+    "index broken": (lambda d: (d / BASE_INDEX).write_text("{"), "is no index of weights: JSONDecodeError"),
+    "index empty": (lambda d: (d / BASE_INDEX).write_text("{}"), "is no index of weights: KeyError 'weight_map'"),
+    "tensor not in the index": (
+        lambda d: edit_index(d, lambda i: i["weight_map"].pop(NORM)),
+        rf"does not hold .*{NORM}",
+    ),
+    "tensor not in its shard": (
+        lambda d: edit_tensors(d, lambda t: t.pop(next(iter(t))), sorted(d.glob("base-*"))[1].name),
+        "base-00002-of-.* does not hold what base.safetensors.index.json says",
+    ),
+    "another directory": (
+        lambda d: edit_index(d, lambda i: i["weight_map"].update({NORM: "../x.safetensors"})),
+        r"names files outside its directory: \['../x.safetensors'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_SHARDS)
+def test_shards_that_cannot_be_used_say_why_and_the_model_stays_as_it_was(case: str, tmp_path: Path) -> None:
+    sharded(tmp_path, Streaming(BUDGET))
+    damage, message = BROKEN_SHARDS[case]
+    damage(tmp_path)
+    model = tiny_model(dtype=torch.float32)
+    with pytest.raises(AdapterError, match=message):
+        load(model, tmp_path)
+    assert attached_policies(model) == []
+    assert base_fingerprint(model) == base_fingerprint(tiny_model(dtype=torch.float32))
+
+
+def test_a_fingerprint_is_of_the_weights_and_not_of_how_they_were_loaded() -> None:
+    model = tiny_model(dtype=torch.float32)
+    own = base_fingerprint(model)
+    assert own == base_fingerprint(tiny_model(dtype=torch.float32).bfloat16())
+    assert own == base_fingerprint(attach(tiny_model(dtype=torch.float32), KVpop(BUDGET)))
+    assert own != base_fingerprint(tiny_model(seed=1, dtype=torch.float32))
+    tensors = base_tensors(model)
+    assert fingerprint(tensors) != fingerprint(base_tensors(tiny_model(dtype=torch.float32).bfloat16()))
+    with torch.device("meta"):
+        assert base_fingerprint(torch.nn.Linear(2, 2)) is None
+
+
+def test_scorers_warn_about_another_base_and_say_nothing_about_their_own(saved: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(tiny_model(dtype=torch.float32), saved)
+        load(tiny_model(dtype=torch.float32).bfloat16(), saved)
+    other = tiny_model(seed=1, dtype=torch.float32)
+    here, there = base_fingerprint(other), read_config(saved)["model"]["weights"]
+    with pytest.warns(UserWarning, match=f"trained on tiny with weights {there}, this model has weights {here}"):
+        load(other, saved)
+    edit_config(saved, lambda c: c["model"].pop("weights"))  # an adapter from before there were any
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(other, saved)
+
+
+@pytest.fixture
+def stand_in(saved: Path, monkeypatch):
+    """The hub: "owner/adapter" is there, nothing else is."""
+    calls = []
+
+    def snapshot_download(repo_id, *, revision=None, allow_patterns=None):
+        calls.append((repo_id, revision, allow_patterns))
+        if repo_id != "owner/adapter":
+            raise OSError(f"404 Client Error: no {repo_id}\nand more")
+        return str(saved)
+
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_a_hub_name_is_downloaded_with_only_the_files_of_an_adapter(saved: Path, stand_in, monkeypatch) -> None:
+    model = load(tiny_model(dtype=torch.float32), "owner/adapter", revision="v2")
+    assert len(attached_policies(model)) == 2
+    assert load_policy("owner/adapter").policy == load_policy(saved).policy
+    (name, revision, patterns), second = stand_in
+    assert (name, revision, second[1]) == ("owner/adapter", "v2", None)
+    assert {CONFIG, SCORERS, BASE, BASE_INDEX, "adapter_config.json", "adapter_model.safetensors"} < set(patterns)
+    assert not [pattern for pattern in patterns if "state" in pattern]
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"owner/none is not a kvpop adapter: there is no such directory, and .* at revision v1 "
+        r"\(OSError: 404 Client Error: no owner/none\)",
+    ):
+        adapter_directory("owner/none", "v1")
+
+
+def test_what_can_only_be_a_path_never_asks_the_hub(saved: Path, stand_in, monkeypatch) -> None:
+    for path in ("runs", "./runs/x", "/runs/x", "~/runs", "runs/a/b", "runs/", Path("owner/adapter")):
+        with pytest.raises(FileNotFoundError, match="is not a kvpop adapter: there is no such directory"):
+            adapter_directory(path)
+    monkeypatch.chdir(saved.parent.parent)
+    assert adapter_directory(f"{saved.parent.name}/{saved.name}") == Path(saved.parent.name, saved.name)
+    assert stand_in == []
+    with pytest.raises(ValueError, match="is a directory: revision 'main' is for names on the hub"):
+        adapter_directory(saved, "main")
+
+
+def test_the_package_carries_adapters_by_name(saved: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(hub, "files", lambda package: tmp_path / package)
+    with pytest.raises(FileNotFoundError, match="carries no adapters called 'smollm2'; there are: none"):
+        pretrained()
+    for name in ("smollm2-135m", "qwen-a", "qwen-b"):
+        folder = tmp_path / "kvpop" / "pretrained" / name
+        folder.mkdir(parents=True)
+        for file in saved.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+    assert pretrained().name == "smollm2-135m"
+    assert adapter_directory("kvpop:qwen-b").name == "qwen-b"
+    assert len(attached_policies(load(tiny_model(dtype=torch.float32), "kvpop:smollm2"))) == 2
+    with pytest.raises(
+        FileNotFoundError, match="carries 2 adapters called 'qwen'; there are: qwen-a, qwen-b, smollm2-135m"
+    ):
+        pretrained("qwen")
+    with pytest.raises(FileNotFoundError, match="carries no adapters called 'llama'"):
+        adapter_directory("kvpop:llama")

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from kvpop.budget import Budget
 from kvpop.core import BoundaryLoss, Decay, boundary_loss, sample_arrivals, static_priority, teacher_decisions
-from kvpop.core.boundary import Decisions, decision_weights
+from kvpop.core.boundary import (
+    Decisions,
+    boundary_losses,
+    decide,
+    decision_counts,
+    decision_weights,
+    teacher_table,
+    teacher_tables,
+)
 
 budgets = st.builds(Budget, st.integers(0, 3), st.integers(1, 4), st.integers(0, 5))
 N, H = 2, 3
@@ -21,6 +29,10 @@ N, H = 2, 3
 def draw(seed: int, L: int, ties: bool) -> Tensor:
     x = torch.randn(N, H, L, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return (2 * x).round() if ties else x
+
+
+def uniform(rows: int, samples: int, seed: int = 0) -> Tensor:
+    return torch.rand(rows, samples, generator=torch.Generator().manual_seed(seed))
 
 
 def every_decision(
@@ -81,8 +93,8 @@ def test_samples_lie_between_saturation_and_the_last_token_with_enough_future(
 ) -> None:
     longest = max(lengths)
     config = BoundaryLoss(samples=samples, late=late, min_future=min_future)
-    generator = torch.Generator().manual_seed(seed)
-    arrival, valid = sample_arrivals(torch.tensor(lengths), budget, config, longest, generator)
+    draws = uniform(len(lengths), samples, seed)
+    arrival, valid = sample_arrivals(torch.tensor(lengths), budget, config, longest, draws)
     assert arrival.shape == valid.shape
     assert arrival.shape[0] == len(lengths)
     if samples:
@@ -114,23 +126,43 @@ def test_half_of_the_samples_come_late() -> None:
     budget, length = Budget(0, 1, 10), 1011
     for late, mean in ((0.0, 0.5), (1.0, 2 / 3), (0.5, 7 / 12)):
         config = BoundaryLoss(samples=20_000, late=late, min_future=1)
-        arrival, valid = sample_arrivals(
-            torch.tensor([length]), budget, config, length, torch.Generator().manual_seed(0)
-        )  # fmt: skip
+        arrival, valid = sample_arrivals(torch.tensor([length]), budget, config, length, uniform(1, 20_000))
         assert valid.all()
         assert (arrival.double() - 10).mean().item() / 1000 == pytest.approx(mean, abs=0.01)
         assert (arrival.min(), arrival.max()) == (10, 1009) or late > 0
 
 
-def test_the_same_seed_draws_the_same_samples() -> None:
-    draws = [
-        sample_arrivals(
-            torch.tensor([500, 400]), Budget(2, 8, 8), BoundaryLoss(), 500, torch.Generator().manual_seed(s)
-        )[0]
-        for s in (1, 1, 2)
-    ]
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
+def test_samples_are_a_function_of_the_draws_of_their_row() -> None:
+    budget, config, draws = Budget(2, 8, 8), BoundaryLoss(samples=64, min_future=32), uniform(3, 64)
+    lengths = torch.tensor([500, 400, 80])
+    arrival, _ = sample_arrivals(lengths, budget, config, 500, draws)
+    assert torch.equal(arrival, sample_arrivals(lengths, budget, config, 500, draws)[0])
+    assert not torch.equal(arrival, sample_arrivals(lengths, budget, config, 500, uniform(3, 64, seed=1))[0])
+    alone, _ = sample_arrivals(lengths[1:], budget, config, 400, draws[1:])
+    assert torch.equal(arrival[1:], alone)
+
+
+def test_draws_fill_the_range_and_those_at_its_ends_stay_in_it() -> None:
+    budget, config = Budget(2, 8, 8), BoundaryLoss(samples=4, late=0.5, min_future=32)
+    last_below_one = 1 - 2**-24
+    draws = torch.tensor([[0.0, last_below_one, 0.0, last_below_one], [0.0, 0.25, 0.25, 0.5]])
+    arrival, valid = sample_arrivals(torch.tensor([100, 100]), budget, config, 100, draws)
+    assert valid.all()
+    assert arrival[0].tolist() == [8, 58, 8, 58]  # the last arrival, token 60, has its 32nd future query at 99
+    assert arrival[1].tolist() == [
+        8,
+        8 + 25,
+        8 + 12,
+        8 + 25,
+    ]  # the first half of the draws is the late one: square roots
+
+
+def test_without_draws_the_global_generator_is_asked() -> None:
+    budget, config, lengths = Budget(2, 8, 8), BoundaryLoss(samples=16, min_future=32), torch.tensor([200])
+    torch.manual_seed(5)
+    arrival, _ = sample_arrivals(lengths, budget, config, 200)
+    torch.manual_seed(5)
+    assert torch.equal(arrival, sample_arrivals(lengths, budget, config, 200, torch.rand(1, 16))[0])
 
 
 def naive_weights(decisions: Decisions, config: BoundaryLoss) -> dict[tuple[int, int, int], float]:
@@ -143,7 +175,8 @@ def naive_weights(decisions: Decisions, config: BoundaryLoss) -> dict[tuple[int,
         share = rho if y > 0 else 1 - rho
         balance = min(max(1 / (2 * share), config.balance[0]), config.balance[1])
         sigmoid = 1 / (1 + math.exp(-margin / config.margin_scale))
-        raw[n, h, p] = (config.margin_floor + (1 - config.margin_floor) * sigmoid) * balance
+        regret = decisions.regret_NHP[n, h, p].item() ** config.regret
+        raw[n, h, p] = (config.margin_floor + (1 - config.margin_floor) * sigmoid) * regret * balance
     mean = sum(raw.values()) / max(1, len(raw))
     return {i: value / mean for i, value in raw.items()}
 
@@ -151,6 +184,7 @@ def naive_weights(decisions: Decisions, config: BoundaryLoss) -> dict[tuple[int,
 configs = st.builds(
     BoundaryLoss, temperature=st.sampled_from([0.5, 1.0, 2.0]), margin_floor=st.sampled_from([0.0, 0.1, 1.0]),
     margin_scale=st.sampled_from([0.1, 0.5]), balance=st.sampled_from([(0.5, 4.0), (1.0, 1.0), (0.9, 1.2)]),
+    regret=st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.0]),
 )  # fmt: skip
 
 
@@ -173,12 +207,128 @@ def test_weights_and_loss_are_the_equations(seed: int, budget: Budget, L: int, c
     assert loss.item() == pytest.approx(total / max(1, len(expected)), rel=1e-5, abs=1e-12)
 
 
+@given(st.integers(0, 999), st.integers(8, 30), configs, st.booleans())
+def test_counts_of_parts_of_a_batch_add_up_and_give_each_part_its_weights(
+    seed: int, L: int, config: BoundaryLoss, ties: bool
+) -> None:
+    """Whether rows are in one batch, or in batches or processes of their own, their weights and losses are the same."""
+    budget, target, student = Budget(1, 2, 3), draw(seed, L, ties), draw(seed + 1, L, False)
+    whole = every_decision(target, budget)
+    parts = [every_decision(target[n : n + 1], budget) for n in range(N)]
+    counts = decision_counts(whole, config)
+    assert counts.dtype == torch.float64
+    torch.testing.assert_close(sum(decision_counts(part, config) for part in parts), counts, rtol=1e-13, atol=0)
+    weights = decision_weights(whole, config)
+    assert torch.equal(weights, decision_weights(whole, config, counts))
+    total = boundary_losses(student, whole, config)
+    assert total.shape == (1,)
+    for n, part in enumerate(parts):
+        torch.testing.assert_close(decision_weights(part, config, counts), weights[n : n + 1], rtol=2e-7, atol=0)
+    apart = sum(boundary_losses(student[n : n + 1], part, config, counts) for n, part in enumerate(parts))
+    torch.testing.assert_close(apart, total, rtol=2e-7, atol=0)
+    number = int(whole.valid_NHP.sum())
+    assert boundary_loss(student, whole, config).item() == pytest.approx(total.item() / max(1, number), rel=1e-12)
+
+
+@given(st.integers(0, 999), budgets, st.integers(8, 30), configs)
+def test_counts_are_those_of_a_loop(seed: int, budget: Budget, L: int, config: BoundaryLoss) -> None:
+    decisions = every_decision(draw(seed, L, False), budget, lengths=[L, max(1, L - 5)])
+    expected = torch.zeros(4, H, dtype=torch.float64)
+    for n, h, p in decisions.valid_NHP.nonzero().tolist():
+        keep = decisions.label_NHP[n, h, p].item() > 0
+        sigmoid = 1 / (1 + math.exp(-decisions.margin_NHP[n, h, p].item() / config.margin_scale))
+        expected[0, h] += 1
+        expected[1, h] += keep
+        regret = decisions.regret_NHP[n, h, p].item() ** config.regret
+        expected[2 if keep else 3, h] += (config.margin_floor + (1 - config.margin_floor) * sigmoid) * regret
+    torch.testing.assert_close(decision_counts(decisions, config), expected, rtol=1e-6, atol=1e-6)
+
+
+@given(st.integers(0, 999), budgets, st.integers(8, 30), configs)
+def test_layers_in_one_stack_have_the_weights_and_losses_of_each_alone(
+    seed: int, budget: Budget, L: int, config: BoundaryLoss
+) -> None:
+    targets = [draw(seed + i, L, False) for i in (0, 1)]
+    students = [draw(seed + i, L, False).requires_grad_() for i in (2, 3)]
+    stacked = every_decision(torch.cat(targets, dim=1), budget)
+    alone = [every_decision(target, budget) for target in targets]
+    weights = decision_weights(stacked, config, layers=2)
+    losses = boundary_losses(torch.cat(students, dim=1), stacked, config, layers=2)
+    assert losses.shape == (2,)
+    (together,) = torch.autograd.grad(losses.sum(), [students[1]], allow_unused=True)
+    for i, (decisions, student) in enumerate(zip(alone, students)):
+        heads = slice(i * H, (i + 1) * H)
+        assert torch.equal(stacked.boundary_NHP[:, heads], decisions.boundary_NHP)
+        assert torch.equal(stacked.label_NHP[:, heads], decisions.label_NHP)
+        assert torch.equal(stacked.margin_NHP[:, heads], decisions.margin_NHP)
+        assert torch.equal(stacked.valid_NHP[:, heads], decisions.valid_NHP)
+        assert torch.equal(decision_counts(stacked, config)[:, heads], decision_counts(decisions, config))
+        torch.testing.assert_close(weights[:, heads], decision_weights(decisions, config), rtol=2e-7, atol=0)
+        torch.testing.assert_close(losses[i], boundary_losses(student, decisions, config)[0], rtol=2e-7, atol=0)
+    (own,) = torch.autograd.grad(boundary_losses(students[1], alone[1], config).sum(), [students[1]])
+    torch.testing.assert_close(together, own, rtol=2e-7, atol=0)
+
+
+@given(st.integers(0, 999), st.integers(1, 30), st.booleans(), st.lists(st.integers(0, 8), min_size=1, max_size=4))
+def test_tables_of_several_budgets_are_those_of_each(seed: int, L: int, ties: bool, longs: list[int]) -> None:
+    target = draw(seed, L, ties)
+    several = [Budget(2, 3, long) for long in longs]
+    for budget, table in zip(several, teacher_tables(target, several), strict=True):
+        alone = teacher_table(target, budget)
+        assert torch.equal(table.boundary_NHA, alone.boundary_NHA)
+        assert torch.equal(table.label_NHA, alone.label_NHA)
+        assert torch.equal(table.margin_NHA, alone.margin_NHA)
+        assert torch.equal(table.regret_NHA, alone.regret_NHA)
+        assert (table.sinks, table.long) == (2, budget.long)
+        arrival, valid = sample_arrivals(torch.tensor([L] * N), budget, BoundaryLoss(samples=0, min_future=1), L)
+        assert torch.equal(
+            decide(table, arrival, valid).valid_NHP, teacher_decisions(target, arrival, valid, budget).valid_NHP
+        )
+
+
+def test_the_regret_is_the_mass_at_stake_without_the_decay() -> None:
+    """The teacher ranks with the decay, but what a wrong decision loses is attention mass alone."""
+    budget, L = Budget(2, 3, 4), 40
+    target = draw(0, L, False) * 3 - 20
+    priority = static_priority(target, torch.arange(L), torch.full((H,), -0.3))
+    (table,) = teacher_tables(priority, [budget], target_NHL=target)
+    arrival, valid = sample_arrivals(torch.tensor([L] * N), budget, BoundaryLoss(samples=0, min_future=1), L)
+    decisions = decide(table, arrival, valid)
+    assert torch.equal(decisions.label_NHP, teacher_decisions(priority, arrival, valid, budget).label_NHP)
+    for n, h, p in decisions.valid_NHP.nonzero().tolist():
+        new, boundary = int(decisions.new_NP[n, p]), int(decisions.boundary_NHP[n, h, p])
+        lost = abs(math.exp(target[n, h, new].item()) - math.exp(target[n, h, boundary].item()))
+        assert decisions.regret_NHP[n, h, p].item() == pytest.approx(lost, rel=1e-6)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_weights_by_regret_have_mean_one_however_small_the_masses(power: float) -> None:
+    """Long-range tokens receive 1e-6 to 1e-8 of the attention of a query."""
+    decisions = every_decision(draw(0, 40, False) - 17, Budget(2, 3, 4))
+    plain, weighted = (decision_weights(decisions, BoundaryLoss(regret=a)) for a in (0.0, power))
+    valid = decisions.valid_NHP
+    assert decisions.regret_NHP[valid].max() < 1e-6
+    assert weighted[valid].mean().item() == pytest.approx(1.0, rel=1e-5)
+    ratio = (weighted / plain)[valid] / decisions.regret_NHP[valid].double() ** power
+    keep = decisions.label_NHP[valid] > 0
+    head = torch.arange(H)[None, :, None].expand_as(valid)[valid]
+    for h in range(H):
+        for label in (keep, ~keep):
+            same = ratio[label & (head == h)]
+            torch.testing.assert_close(same, same[:1].expand_as(same), rtol=1e-5, atol=0)
+
+
+def test_budgets_with_unlike_sinks_share_no_table() -> None:
+    with pytest.raises(ValueError, match=r"must agree in their sinks, got \[1, 2\]"):
+        teacher_tables(draw(0, 20, False), [Budget(1, 3, 4), Budget(2, 3, 4)])
+
+
 def test_the_balance_is_clipped() -> None:
     """Nine keeps and one drop in head 0; only keeps in head 1."""
     label = torch.ones(1, 2, 10)
     label[0, 0, 9] = -1
     zero = torch.zeros(1, 2, 10)
-    decisions = Decisions(torch.zeros(1, 10).long(), zero.long(), label, zero, zero == 0)
+    decisions = Decisions(torch.zeros(1, 10).long(), zero.long(), label, zero, zero, zero == 0)
     weight = decision_weights(decisions, BoundaryLoss(balance=(0.6, 4.0)))[0]
     ratio = (weight / weight[0, 0]).tolist()
     assert ratio[0] == pytest.approx([1.0] * 9 + [4.0 / 0.6])  # 1/1.8 is clipped to 0.6, 1/0.2 to 4
@@ -269,6 +419,8 @@ def test_a_priority_shared_by_all_labels_nothing_but_keeps_no_information() -> N
         ({"margin_floor": -0.1}, "late and margin_floor"),
         ({"temperature": 0.0}, "temperature and margin_scale must be positive"),
         ({"margin_scale": math.nan}, "temperature and margin_scale must be positive"),
+        ({"regret": 2.5}, r"regret must be an exponent in \[0, 2\], got 2.5"),
+        ({"regret": -0.5}, r"regret must be an exponent in \[0, 2\], got -0.5"),
         ({"balance": (0.0, 4.0)}, "0 < low <= high"),
         ({"balance": (4.0, 0.5)}, "0 < low <= high"),
     ],

@@ -18,7 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import kvpop
+from kvpop import hub, lora
 from kvpop import models as base_models
+from kvpop.adapter import changed_weights, save_adapter
+from kvpop.attachment import attach
 from kvpop.cli import app
 from kvpop.distill import Trainer
 from kvpop.jobs import retrieval_cells
@@ -151,7 +154,91 @@ def test_distill_in_full_mode_changes_the_weights_and_its_adapter_generates(fold
     assert config["policy"]["decay_range"] == [-0.1, -0.0005]
     common = ["--model", folder / "model", "--prompt", "w3 w4", "--max-new-tokens", "5", "--json"]
     assert call("generate", "--adapter", folder / "full", *common).exit_code == 0
-    assert "changes the weights" in refused("eval", "--adapter", folder / "full")
+
+    result = call(
+        "eval", "--model", folder / "model", "--adapter", folder / "full", "--policy", "streaming", "--budget", "24", "--data",
+        folder / "texts", "--texts", "1", "--length", "100", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    dense, _, full = json.loads(result.stdout)["rows"]
+    assert (dense["kl"], full["policy"]) == (0, "full")
+    model = tiny_model(dtype=torch.float32)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    found = changed_weights(model, folder / "full")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert any(not torch.equal(p, before[name]) for name, p in found.items())
+
+
+def saved(folder, name, policy, change=lambda model: None):
+    """An adapter for the model in the folder, as training would leave it behind."""
+    model = attach(tiny_model(dtype=torch.float32), policy)
+    change(model)
+    return save_adapter(model, policy, folder / name, model_id=str(folder / "model"))
+
+
+def test_a_policy_without_a_budget_is_generated_with_evaluated_and_shown(folder):
+    gates = saved(folder, "gates", kvpop.DMS(window=6, ratio=4.0, offset=0.0))
+    common = ["--model", folder / "model", "--adapter", gates]
+    report = json.loads(call("generate", *common, "--prompt", "w3 " * 60, "--max-new-tokens", "3", "--json").stdout)
+    assert (report["policy"], report["budget"]) == ("dms", None)
+    for option in (["--budget", "20"], ["--sinks", "1"], ["--ratio", "0.5", "--context", "64"]):
+        assert "has no budget to change" in refused("generate", *common, "--prompt", "w3", *option)
+    texts = ["--data", folder / "texts", "--texts", "1", "--length", "100", "--json"]
+    rows = json.loads(call("eval", *common, "--policy", "random", *SMALL, *texts).stdout)["rows"]
+    assert [(row["policy"], row["budget"]) for row in rows] == [("dense", None), ("random", 24), ("gates", None)]
+    shown = call("info", gates)
+    assert shown.exit_code == 0
+    for words in ("dms", "ratio", "unchanged"):
+        assert words in shown.stdout
+    assert "slots per KV head" not in shown.stdout
+
+
+def test_adapters_that_change_weights_are_evaluated_beside_each_other(folder):
+    pytest.importorskip("peft")
+    policy = kvpop.Streaming(kvpop.Budget(2, 8, 14))
+
+    def low_rank(model):
+        lora.inject(model, 2)
+        for p in lora.lora_parameters(model).values():
+            torch.nn.init.normal_(p, std=0.3)
+
+    adapters = [saved(folder, "plain", policy), saved(folder, "low-rank", policy, low_rank)]
+    words = [
+        "--model", folder / "model", "--adapter", adapters[0], "--adapter", adapters[1], "--policy", "streaming", "--data",
+        folder / "texts", "--texts", "1", "--length", "100", "--passkey", "1", "--lengths", "150",
+    ]  # fmt: skip
+    result = call("eval", *words, "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = {row["policy"]: row for row in json.loads(result.stdout)["rows"]}
+    for metric in ("kl", "passkey_nll"):
+        assert rows["plain"][metric] == rows["streaming"][metric] != rows["low-rank"][metric]
+    assert json.loads(call("info", adapters[1], "--json").stdout)["scorer_parameters"] == 0
+    assert "adapter_model.safetensors" in call("info", adapters[1]).stdout
+
+
+def test_adapters_are_taken_from_the_hub_and_named_after_their_repository(folder, adapter, monkeypatch):
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", lambda name, **options: str(adapter))
+    common = ["--model", folder / "model", "--adapter", "owner/name"]
+    texts = ["--data", folder / "texts", "--texts", "1", "--length", "100", "--json"]
+    result = call("eval", *common, *texts)
+    assert [row["policy"] for row in json.loads(result.stdout)["rows"]] == ["dense", "name"]
+    both = call(
+        "eval",
+        *common,
+        "--adapter",
+        "other/name",
+        "--data",
+        folder / "texts",
+        "--texts",
+        "1",
+        "--length",
+        "100",
+        "--json",
+    )
+    assert [row["policy"] for row in json.loads(both.stdout)["rows"]] == ["dense", "owner/name", "other/name"]
+    assert call("generate", *common, "--prompt", "w3", "--max-new-tokens", "2").exit_code == 0
+    assert json.loads(call("info", "owner/name", "--json").stdout)["policy"]["name"] == "kvpop"
+    assert "carries no adapters called 'nothing'" in refused("info", "kvpop:nothing")
 
 
 def test_the_mix_holds_the_share_of_retrieval_documents(folder, monkeypatch):
@@ -297,7 +384,7 @@ def test_answers_count_at_the_nearest_depth():
     [
         (["--budget", "10"], "budget of 10 slots cannot hold 4 sinks and a window of 64: needs 68"),
         (["--scorer", "best"], "'best'"),
-        (["--mode", "half"], "mode must be 'scorer' or 'full', got 'half'"),
+        (["--mode", "half"], "mode must be one of scorer, full, lora, base, got 'half'"),
         (["--decay", "0.1"], "start 0.1"),
         (["--aggregate", "min"], "got 'min'"),
         (["--target-power", "0"], "power must be positive, got 0.0"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpop.budget import Budget
 from kvpop.core import NEVER, expiry, oracle_held, ranks, running_cutoff
-from kvpop.core.cutoff import departures
+from kvpop.core.cutoff import departures, running_cutoffs
 
 IMPLS = ("parallel", "heap", "brute")
 few = st.sampled_from([math.nan, -math.inf, -1.0, -0.0, 0.0, 1.0, math.inf])
@@ -55,6 +55,34 @@ def test_all_forms_of_the_cutoff_equal_sorting_every_prefix(values: list[float],
         assert torch.equal(running_cutoff(rank[0], k, impl), cutoff[0])
 
 
+@given(priorities, st.lists(st.integers(0, 45), max_size=5))
+def test_several_cutoffs_at_once_are_each_of_them(values: list[float], ks: list[int]) -> None:
+    rank = ranks(torch.tensor([[values, values[::-1]]], dtype=torch.float64))
+    found = running_cutoffs(rank, ks)
+    assert len(found) == len(ks)
+    for k, cutoff in zip(ks, found):
+        assert (cutoff.shape, cutoff.dtype) == (rank.shape, torch.long)
+        assert torch.equal(cutoff, running_cutoff(rank, k))
+        assert torch.equal(cutoff, running_cutoff(rank, k, "brute"))
+
+
+@pytest.mark.parametrize("A", [1, 2, 8, 9, 128, 1000])
+def test_several_cutoffs_agree_with_the_heap_at_any_length(A: int) -> None:
+    rank = ranks(torch.randn(2, 3, A, generator=torch.Generator().manual_seed(A)))
+    ks = [A + 1, 1, 0, A // 2, A, 1, 3]  # in any order, also twice
+    for k, cutoff in zip(ks, running_cutoffs(rank, ks), strict=True):
+        assert torch.equal(cutoff, running_cutoff(rank, k, "heap"))
+
+
+@pytest.mark.slow
+def test_compiled_cutoffs_are_the_same() -> None:
+    rank = ranks(torch.randn(2, 3, 65, generator=torch.Generator().manual_seed(0)))
+    for compiled, plain in zip(
+        running_cutoffs(rank, [8, 0, 20, 65], "compiled"), running_cutoffs(rank, [8, 0, 20, 65])
+    ):
+        assert torch.equal(compiled, plain)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_arrivals_one_arrival_and_leading_dimensions(impl: str) -> None:
     for k in range(3):
@@ -66,14 +94,7 @@ def test_no_arrivals_one_arrival_and_leading_dimensions(impl: str) -> None:
     assert torch.equal(cutoff[1, 2, 3], running_cutoff(rank[1, 2, 3], 5, impl))
 
 
-@pytest.mark.parametrize(
-    "impl",
-    [
-        "parallel",
-        "heap",
-        "brute",
-    ],
-)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_no_rows(impl: str) -> None:
     cutoff = running_cutoff(torch.zeros(0, 5, dtype=torch.long), 2, impl)
     assert (cutoff.shape, cutoff.dtype) == ((0, 5), torch.long)
@@ -94,6 +115,8 @@ def test_a_negative_k_and_an_unknown_form_are_errors() -> None:
         running_cutoff(torch.arange(4), -1)
     with pytest.raises(ValueError, match="unknown impl 'fenwick'"):
         running_cutoff(torch.arange(4), 2, "fenwick")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 0 tokens, got -1"):
+        running_cutoffs(torch.arange(4), [2, -1])
 
 
 @given(priorities, st.integers(0, 12))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import hashlib
 import json
 
 import numpy as np
@@ -10,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpop import corpora
-from kvpop.data import PackedSequence, SequenceStream, chunks, pack, texts_from, tokenize
+from kvpop.data import (
+    Generated,
+    InMemory,
+    Joined,
+    PackedSequence,
+    SequenceStream,
+    chunks,
+    pack,
+    texts_from,
+    tokenize,
+)
 
 has_champ = pytest.mark.skipif(
     not corpora.find_spec("champ_dataset"), reason="needs the data of the package champ-dataset"
@@ -61,7 +72,7 @@ def test_directory_is_read_in_order_of_names(tmp_path):
         ("bad.jsonl", '{"text": "a"}\nnot json', r"bad.jsonl:2: not a line of JSON"),
         ("list.jsonl", "[1]", "expected a JSON object, got list"),
         ("other.jsonl", '{"body": "a"}', r"neither a field 'text' nor 'messages', only \['body'\]"),
-        ("table.csv", "a,b", "must end in .txt, .md, .jsonl, got '.csv'"),
+        ("table.csv", "a,b", "must end in .txt, .md, .jsonl, .parquet, got '.csv'"),
     ],
 )
 def test_unusable_files_are_named(tmp_path, name, content, message):
@@ -77,7 +88,7 @@ def test_missing_sources_are_named(tmp_path, monkeypatch):
         texts_from(str(tmp_path))
     with pytest.raises(ValueError, match="'name:split:field', got 'name:train'"):
         texts_from("name:train")
-    with pytest.raises(ValueError, match="splits train and test, got 'champ:dev'"):
+    with pytest.raises(ValueError, match="splits train, validation, test, got 'champ:dev'"):
         texts_from("champ:dev")
     real_import = builtins.__import__
 
@@ -96,14 +107,17 @@ def test_missing_sources_are_named(tmp_path, monkeypatch):
 
 @has_champ
 def test_champ_split_is_stable_and_disjoint():
-    train_ids, test_ids = corpora.champ_split(seed=0)
-    assert len(train_ids) == 230
-    assert len(test_ids) == 40
-    assert not set(train_ids) & set(test_ids)
-    assert test_ids[:2] == corpora.champ_split(seed=0, held_out=0.01)[1][:2]
-    assert test_ids != corpora.champ_split(seed=1)[1]
-    with pytest.raises(ValueError, match=r"\(0, 1\), got 1"):
-        corpora.champ_split(held_out=1)
+    splits = corpora.champ_splits(seed=0)
+    assert {name: len(ids) for name, ids in splits.items()} == {"train": 203, "validation": 27, "test": 40}
+    assert len(set().union(*splits.values())) == 270
+    # Reported numbers stand on this split: it must never change.
+    digest = hashlib.sha256(" ".join(splits["test"]).encode()).hexdigest()
+    assert digest[:16] == "be89483fd1d1f209"
+    assert splits["test"][:2] == corpora.champ_splits(seed=0, held_out=0.01)["test"][:2]
+    assert splits["test"] != corpora.champ_splits(seed=1)["test"]
+    for shares in ({"held_out": 1}, {"validation": 0}, {"held_out": 0.5, "validation": 0.5}):
+        with pytest.raises(ValueError, match=r"must lie in \(0, 1\), got"):
+            corpora.champ_splits(**shares)
 
 
 @has_champ
@@ -123,8 +137,9 @@ def test_champ_texts_stop_at_the_limit():
     texts = list(corpora.champ_texts("test", max_chars=150_000))
     assert sum(map(len, texts)) == 150_000
     assert next(texts_from("champ:test")) == texts[0]
-    assert next(texts_from("champ")) != texts[0]
-    with pytest.raises(ValueError, match="'train' or 'test', got 'dev'"):
+    assert next(texts_from("champ:validation")) == next(corpora.champ_texts("validation"))
+    assert len({next(texts_from(name)) for name in ("champ", "champ:validation", "champ:test")}) == 3
+    with pytest.raises(ValueError, match="train, validation, test, got 'dev'"):
         corpora.champ_texts("dev")  # type: ignore[arg-type]
 
 
@@ -235,7 +250,8 @@ def test_batch_depends_on_seed_and_step_only():
     stream = SequenceStream(sequences, batch_size=3, seed=1)
     ahead = [stream.batch(step) for step in range(6)]
     resumed = SequenceStream(sequences, batch_size=3, seed=1).batch(5)
-    assert set(resumed) == {"input_ids", "document_ids", "position_ids"}
+    assert set(resumed) == {"input_ids", "document_ids", "position_ids", "sequence"}
+    assert resumed.pop("sequence").tolist() == [15, 16, 17]
     for name, value in resumed.items():
         assert value.dtype == torch.int64
         assert value.shape == (3, stream.length)
@@ -244,6 +260,60 @@ def test_batch_depends_on_seed_and_step_only():
     assert resumed["position_ids"].tolist() == [[0, 1, 2, 0]] * 3
     other = SequenceStream(sequences, batch_size=7, seed=2).batch(0)["input_ids"]
     assert not torch.equal(other, SequenceStream(sequences, batch_size=7, seed=1).batch(0)["input_ids"])
+
+
+@given(
+    count=st.integers(1, 9),
+    each=st.integers(1, 4),
+    world=st.integers(1, 5),
+    step=st.integers(0, 9),
+    seed=st.integers(0, 3),
+)
+def test_the_ranks_together_serve_the_batch_of_one_process(count, each, world, step, seed):
+    sequences = _sequences(count)
+    whole = SequenceStream(sequences, each * world, seed).batch(step)
+    parts = [SequenceStream(sequences, each * world, seed).batch(step, rank, world) for rank in range(world)]
+    for name, value in whole.items():
+        for rank, part in enumerate(parts):
+            assert torch.equal(part[name], value[rank::world])
+    assert whole["sequence"].tolist() == list(range(step * each * world, (step + 1) * each * world))
+
+
+def test_batches_and_fingerprints_are_what_they_always_were():
+    """Checkpoints name the data they were trained on."""
+    rng = np.random.default_rng(5)
+    sequences = list(pack([rng.integers(0, 99, n).astype(np.uint32) for n in (3, 8, 5, 2, 7, 9, 4)], 10))
+    stream = SequenceStream(sequences, 3, seed=2)
+    assert stream.fingerprint() == "6c1d23833c32dbb8"
+    digest = hashlib.sha256()
+    for step in range(5):
+        for name in ("input_ids", "document_ids", "position_ids"):
+            digest.update(stream.batch(step)[name].numpy().tobytes())
+    assert digest.hexdigest()[:16] == "94d12be640cde647"
+
+
+def test_sequences_of_several_sources_are_one_after_the_other():
+    made = Generated(lambda i: [50 + i] * 4, 2, 4, key="fifties")
+    stream = SequenceStream(Joined([InMemory(_sequences(3)), made]), 5)
+    batch = stream.batch(0)
+    assert sorted(batch["input_ids"][:, 0].tolist()) == [0, 1, 2, 50, 51]
+    full = batch["input_ids"][:, 0] >= 50
+    assert batch["document_ids"][full].tolist() == [[0] * 4] * 2
+    assert batch["position_ids"][full].tolist() == [[0, 1, 2, 3]] * 2
+    assert batch["document_ids"][~full].tolist() == [[0, 0, 0, -1]] * 3
+    assert (len(stream), stream.length, stream.longest_document) == (5, 4, 4)
+    other = Generated(made.make, 2, 4, key="other")
+    assert SequenceStream(Joined([InMemory(_sequences(3)), other]), 5).fingerprint() != stream.fingerprint()
+    with pytest.raises(ValueError, match=r"same length, got \[4, 5\] tokens"):
+        Joined([InMemory(_sequences(1)), InMemory(_sequences(1, length=5))])
+
+
+def test_no_more_than_the_orders_of_two_epochs_are_held():
+    stream = SequenceStream(_sequences(4), 3)
+    for step in range(20):
+        stream.batch(step)
+        assert len(stream._orders) <= 2
+    assert torch.equal(stream.batch(1)["input_ids"], SequenceStream(_sequences(4), 3).batch(1)["input_ids"])
 
 
 def test_stream_names_what_is_wrong():
@@ -255,3 +325,8 @@ def test_stream_names_what_is_wrong():
         SequenceStream(_sequences(1), 0)
     with pytest.raises(ValueError, match="step must be at least 0, got -1"):
         SequenceStream(_sequences(1), 1).batch(-1)
+    with pytest.raises(ValueError, match="a batch of 4 sequences cannot be shared evenly by 3 processes"):
+        SequenceStream(_sequences(1), 4).batch(0, 0, 3)
+    for rank, world in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=rf"rank must be in \[0, world\), got {rank} of {world}"):
+            SequenceStream(_sequences(1), 4).batch(0, rank, world)

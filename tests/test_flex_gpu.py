@@ -48,11 +48,19 @@ def no_further(actual: Tensor, eager: Tensor, exact: Tensor, name: str) -> None:
         assert got.max() <= 2 * allowed.max(), name
 
 
-def eager_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Matrix products in the dtype given, softmax in float32: what one writes without a fused kernel."""
+def eager_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Matrix products in the dtype given, softmax in float32: what one writes without a fused kernel.
+
+    ``bias`` [B, H, S, S] is added to the logits of the pairs.
+    """
     G = q.shape[1] // k.shape[1]
     k, v, keep = (x.repeat_interleave(G, dim=1) for x in (k, v, keep))
-    logits = ((q @ k.mT) * scale).float().masked_fill(~keep, -torch.inf)
+    logits = ((q @ k.mT) * scale).float()
+    if bias is not None:
+        logits = logits + bias.repeat_interleave(G, dim=1)
+    logits = logits.masked_fill(~keep, -torch.inf)
     lse = logits.logsumexp(-1)
     weight = (logits - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()
     return weight.to(v.dtype) @ v, lse
@@ -113,6 +121,44 @@ def test_attention_and_its_gradients(D: int, G: int, S: int) -> None:
         assert (actual["out"][actual["lse"].isneginf()] == 0).all()
         for name, expected in exact.items():
             no_further(actual[name], eager[name], expected, f"{name}, permute={permute}")
+
+
+@pytest.mark.parametrize(("D", "G", "S"), SHAPES)
+def test_bias_and_all_gradients(D: int, G: int, S: int) -> None:
+    """A bias with a gradient on keys at a distance: what relaxed gates train through."""
+    torch._dynamo.reset()
+    torch.manual_seed(D + G + S)
+    position, scale = torch.arange(S, device="cuda"), D**-0.5
+    for permute, first in [(None, 20), (256, 1 + S // 10), (flex.CHUNK, 0)]:
+        leaves = [normal(B, H * G, S, D), normal(B, H, S, D), normal(B, H, S, D)]
+        bias_leaf = -torch.rand(B, H, S, device="cuda").mul(8).exp().sub(1)  # from 0 to as good as closed
+        expiry = random_expiry(S, window=1 + S // 10)
+        keep = keep_mask(expiry, position.expand(B, S), position.expand(B, H, S))
+        far = position[:, None] - position >= first
+        out_cotangent, lse_cotangent = normal(B, H * G, S, D), normal(B, H * G, S)
+
+        def results(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
+            q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in leaves)  # noqa: B023
+            bias = bias_leaf.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()  # noqa: B023
+            if how == "flex":
+                out, lse = flex.attend_sequence(q, k, v, expiry, scale, bias, first, permute=permute)  # noqa: B023
+            elif how == "eager":
+                pairs = bias[:, :, None].where(far, 0.0)  # noqa: B023
+                out, lse = eager_attention(q, k, v, keep, scale, pairs)  # noqa: B023
+            else:
+                out, lse = sparse_attention(q, k, v, expiry, scale=scale, bias_BHT=bias, bias_from=first)  # noqa: B023
+            seen = lse.masked_fill(lse.isneginf(), 0.0)
+            loss = (out * out_cotangent.to(dtype)).sum() + (seen * lse_cotangent.to(lse.dtype)).sum()  # noqa: B023
+            grads = torch.autograd.grad(loss, (q, k, v, bias))
+            return dict(out=out.detach(), lse=lse.detach(), dq=grads[0], dk=grads[1], dv=grads[2], dbias=grads[3])
+
+        exact, eager = results("reference", torch.float64), results("eager", torch.bfloat16)
+        poison()
+        actual = results("flex", torch.bfloat16)
+        assert actual["dbias"].dtype == torch.float32
+        assert (exact["dbias"] != 0).any()
+        for name, expected in exact.items():
+            no_further(actual[name], eager[name], expected, f"{name}, permute={permute}, first={first}")
 
 
 @pytest.mark.parametrize(("D", "G", "S"), SHAPES)

@@ -8,9 +8,22 @@ from torch.nn import functional as F
 
 from kvpop.attachment import attach, attached_policies
 from kvpop.budget import Budget
-from kvpop.measure import BATCH, HEAD_CHUNK, Entry, TextScores, batches, compare_retrieval, compare_texts
-from kvpop.policies import Dense, Policy, Random, Streaming
+from kvpop.core import Target
+from kvpop.measure import (
+    BATCH,
+    HEAD_CHUNK,
+    Entry,
+    TextScores,
+    batches,
+    compare_recall,
+    compare_retrieval,
+    compare_texts,
+    hidden_states,
+    interval,
+)
+from kvpop.policies import Dense, LayerView, Oracle, Policy, Random, Streaming
 from kvpop.tasks import RetrievalPrompt
+from kvpop.weights import AdapterError, base_tensors, swapped
 from tests.tiny import VOCAB, tiny_model
 
 BUDGET = Budget(2, 8, 8)
@@ -78,13 +91,17 @@ def test_entries_share_one_dense_pass_and_do_not_disturb_each_other() -> None:
 
 def test_a_row_averages_texts_and_bins_positions() -> None:
     score = TextScores()
-    for kl, agree, nll in (([0.0, 1.0, 2.0, 3.0], [1.0] * 4, [1.0] * 4), ([4.0, 6.0], [0.0, 1.0], [2.0, 4.0])):
-        for values, given in ((score.kl, kl), (score.agree, agree), (score.nll, nll)):
+    for kl, agree, nll, correct in (
+        ([0.0, 1.0, 2.0, 3.0], [1.0] * 4, [1.0] * 4, [0.0, 1.0, 1.0, 1.0]), ([4.0, 6.0], [0.0, 1.0], [2.0, 4.0], [0.0, 0.0]),
+    ):  # fmt: skip
+        for values, given in ((score.kl, kl), (score.agree, agree), (score.nll, nll), (score.correct, correct)):
             values.append(torch.tensor(given))
     row = score.row(start=100, bins=2)
     assert row["kl_by_text"] == [1.5, 5.0]
     assert row["kl"] == pytest.approx(3.25)
     assert row["agreement"] == pytest.approx(0.75)
+    assert row["accuracy_by_text"] == [0.75, 0.0]
+    assert row["accuracy"] == pytest.approx(0.375)
     assert row["perplexity"] == pytest.approx(torch.tensor(2.0).exp().item())
     first, second = row["by_position"]
     assert (first["from"], first["to"], second["from"], second["to"]) == (100, 102, 102, 104)
@@ -95,7 +112,7 @@ def test_a_row_averages_texts_and_bins_positions() -> None:
 
 @pytest.mark.parametrize("positions", [1, 3, 4, 10])
 def test_bins_cover_every_position_once_also_when_there_are_fewer_than_bins(positions: int) -> None:
-    score = TextScores([torch.ones(positions)], [torch.ones(positions)], [torch.ones(positions)])
+    score = TextScores(*([torch.ones(positions)] for _ in range(4)))
     bins = score.row(start=5)["by_position"]
     edges = [b["from"] for b in bins] + [bins[-1]["to"]]
     assert edges[0] == 5
@@ -217,3 +234,139 @@ def test_retrieval_is_exact_where_the_model_says_the_answer_itself() -> None:
     (by_task,) = compare_retrieval(model, [right, wrong], [Entry("dense", None, Dense())])
     assert by_task["said"].row()["exact"] == 1
     assert by_task["changed"].row()["exact"] == 0
+
+
+def other_weights(seed: int = 7, only: str = "") -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in base_tensors(tiny_model(seed=seed)).items() if only in n}
+
+
+@pytest.mark.parametrize("only", ["", "q_proj", "lm_head"])
+def test_an_entry_with_weights_is_measured_with_them_against_the_dense_original(only: str) -> None:
+    """Against logits of two models held apart: every part counts, the head included."""
+    ids, start, weights = text(60), 10, other_weights(only=only)
+    changed = tiny_model()
+    changed.load_state_dict(weights, strict=False)
+    policies = {"random": Random(BUDGET, seed=1), "dense": Dense()}
+    entries = [Entry(name, None, policy, weights) for name, policy in policies.items()]
+    model = tiny_model()
+    scores = compare_texts(model, [ids], [*entries, Entry("own", None, Dense())], start)
+    p = plain_logits(tiny_model(), ids)[start:-1].log_softmax(-1)
+    for (name, policy), score in zip(policies.items(), scores):
+        q = plain_logits(changed, ids, policy)[start:-1].log_softmax(-1)
+        torch.testing.assert_close(score.kl[0].double(), (p.exp() * (p - q)).sum(-1), rtol=1e-4, atol=1e-5)
+        nll = F.nll_loss(q, ids[start + 1 :], reduction="none")
+        torch.testing.assert_close(score.nll[0].double(), nll, rtol=1e-4, atol=1e-5)
+        assert score.kl[0].mean() > 1e-3, name
+    assert (scores[2].kl[0] == 0).all()
+    prompt = retrieval_prompt(0, "one")
+    (by_task,) = compare_retrieval(model, [prompt], entries[:1])
+    tokens = torch.tensor(prompt.tokens)
+    logits = plain_logits(changed, tokens, policies["random"])
+    expected = [float(F.cross_entropy(logits[a - 1 : b - 1], tokens[a:b])) for a, b in prompt.answers]
+    assert by_task["one"].nll == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_are_swapped_in_and_the_very_same_tensors_come_back_also_after_errors() -> None:
+    model = tiny_model()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    own = base_tensors(model)
+    before = {name: (t.data_ptr(), t.detach().clone()) for name, t in own.items()}
+    weights = {"model.embed_tokens.weight": torch.ones(VOCAB, 24), "model.norm.weight": torch.zeros(24)}
+    with swapped(model, weights):
+        assert model.lm_head.weight.dtype == torch.float64
+        assert (model.lm_head.weight == 1).all()
+        assert (model.model.norm.weight == 0).all()
+    with pytest.raises(Stop), swapped(model, weights):
+        raise Stop
+    with swapped(model, None):
+        pass
+    with (
+        pytest.raises(AdapterError, match=r"unexpected tensors \['nowhere'\]"),
+        swapped(model, {"nowhere": torch.ones(1)}),
+    ):
+        pass
+    wrong = {"model.norm.weight": torch.ones(24), "model.embed_tokens.weight": torch.ones(2, 2)}
+    with (
+        pytest.raises(AdapterError, match=r"has shape \(2, 2\), but this model needs \(61, 24\)"),
+        swapped(model, wrong),
+    ):
+        pass
+    for name, tensor in base_tensors(model).items():
+        assert (tensor is own[name], tensor.data_ptr()) == (True, before[name][0])
+        assert torch.equal(tensor, before[name][1])
+    assert (weights["model.norm.weight"] == 0).all()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_model_is_as_before_also_with_weights(broken: bool) -> None:
+    model, ids = tiny_model(), text(40)
+    before = plain_logits(model, ids)
+    entry = Entry("x", BUDGET.slots, Refused() if broken else Random(BUDGET), other_weights())
+    for compare in (
+        lambda: compare_texts(model, [ids], [entry], 5),
+        lambda: compare_retrieval(model, [retrieval_prompt(0, "x")], [entry]),
+    ):
+        if broken:
+            with pytest.raises(ValueError, match="no such layer"):
+                compare()
+        else:
+            compare()
+        assert attached_policies(model) == []
+        assert torch.equal(plain_logits(model, ids), before)
+
+
+# Recall and held tokens, intervals
+
+
+def test_recall_and_held_are_those_of_a_direct_count() -> None:
+    budget, S, future = Budget(2, 8, 10), 80, 20
+    model, ids = tiny_model(), text(S)
+    entries = [
+        Entry("streaming", 20, Streaming(budget)),
+        Entry("oracle", 20, Oracle(budget, Target(lse="sparse"), decay=0.0)),
+        Entry("dense", None, Dense()),
+    ]
+    found = compare_recall(model, [ids], entries, budget, min_future=future)
+    for entry, got in zip(entries, found):
+        views: list[LayerView] = []
+        attach(model, entry.policy)
+        hidden_states(model, ids[None], views.append)
+        q = S - 1 - future
+        for layer, view in enumerate(views):
+            shares, held = [], []
+            for h in range(view.k.shape[1]):
+                G = view.q.shape[1] // view.k.shape[1]
+                p = (
+                    (view.q[0, h * G : (h + 1) * G] @ view.k[0, h].T) * view.scale
+                    - view.lse[0, h * G : (h + 1) * G, :, None]
+                ).exp()
+                mass = {
+                    t: max(p[g, t + 8 :, t].sum().item() / (S - t - 8) for g in range(G)) for t in range(2, q - 8 + 1)
+                }
+                best = sorted(mass, key=lambda t: mass[t])[-10:]
+                expiry = view.expiry[0, h].tolist()
+                shares.append(sum(expiry[t] > q for t in best) / 10)
+                held.append(sum(t <= d < expiry[t] for t in range(S) for d in range(20, S)) / (S - 20))
+            assert got["recall"][layer][0] == pytest.approx(sum(shares) / len(shares), abs=1e-6)
+            assert got["held"][layer][0] == pytest.approx(sum(held) / len(held), abs=1e-4)
+    assert found[0]["held"] == [[20.0], [20.0]]
+    assert found[2]["recall"] == [[1.0], [1.0]]
+
+
+def test_recall_needs_a_text_that_fills_the_budget_with_a_future() -> None:
+    with pytest.raises(ValueError, match="a text of 40 tokens is too short: recall at 20 slots needs 41"):
+        compare_recall(tiny_model(), [text(40)], [Entry("dense", None, Dense())], Budget(2, 8, 10), min_future=20)
+
+
+def test_an_interval_holds_the_mean_narrows_with_more_documents_and_is_the_same_for_one_seed() -> None:
+    few = interval([0.0, 1.0, 2.0, 3.0])
+    assert few["low"] < few["value"] == 1.5 < few["high"]
+    many = interval([0.0, 1.0, 2.0, 3.0] * 25)
+    assert many["high"] - many["low"] < few["high"] - few["low"]
+    assert interval([0.0, 1.0, 2.0, 3.0]) == few
+    shifted = interval([10.0, 11.0, 12.0, 13.0])  # the same documents are drawn: differences are paired
+    assert shifted["low"] - few["low"] == pytest.approx(10)
+    assert interval([2.0]) == {"value": 2.0, "low": 2.0, "high": 2.0}
+    with pytest.raises(ValueError, match="at least 1 value, got none"):
+        interval([])

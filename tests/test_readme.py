@@ -28,7 +28,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A directory with the adapter the demo leaves, and a tiny model wherever the README says "smollm2"."""
+    """A tiny adapter in place of the one the package carries, and a tiny model wherever the README says "smollm2"."""
     words = {f"w{i}": i for i in range(VOCAB)}
     backend = Tokenizer(models.WordLevel(words, unk_token="w5"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -40,6 +40,7 @@ def stand_in(tmp_path, monkeypatch):
     tokenizer.save_pretrained(tmp_path / "model")
     load = kvpop.models.load_base
     monkeypatch.setattr(kvpop.models, "load_base", lambda name, **options: load(str(tmp_path / "model"), **options))
+    monkeypatch.setattr("kvpop.hub.pretrained", lambda name: tmp_path / "out/demo/kvpop")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -101,6 +101,41 @@ def test_reference_does_not_depend_on_its_block(block: int, monkeypatch: pytest.
         close(actual, expected)
 
 
+def test_a_bias_counts_from_a_distance_on_and_has_a_gradient() -> None:
+    """Against the mask written out, at the natural positions and at given ones."""
+    generator = torch.Generator().manual_seed(7)
+    B, H, G, S, first = 2, 2, 3, 40, 5
+    q = torch.randn(B, H * G, S, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, B, H, S, 8, generator=generator, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, torch.randn(B, H, S, generator=generator, dtype=torch.float64))]
+    q, k, v, bias = leaves
+    expiry, index = random_expiry(B, H, S, 9, seed=7), torch.arange(S)
+    q_pos, k_pos = index.expand(B, S), index.expand(B, H, S)
+    keep = keep_mask(expiry, q_pos, k_pos).repeat_interleave(G, dim=1)
+    far = ((q_pos[:, None, :, None] - k_pos[:, :, None]) >= first).repeat_interleave(G, dim=1)
+    logits = 0.4 * q @ k.repeat_interleave(G, dim=1).mT + far * bias.repeat_interleave(G, dim=1)[:, :, None]
+    logits = logits.masked_fill(~keep, -torch.inf)
+    lse = logits.logsumexp(-1)
+    seen = lse.isfinite()
+    weight = logits.masked_fill(~seen[..., None], 0.0).softmax(-1) * seen[..., None]
+    expected = weight @ v.repeat_interleave(G, dim=1), lse
+    cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in expected]
+
+    def gradients(out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        loss = (out * cotangents[0]).sum() + (lse.masked_fill(~seen, 0.0) * cotangents[1]).sum()
+        return torch.autograd.grad(loss, leaves)
+
+    wanted = gradients(*expected)
+    assert (wanted[3] != 0).sum() > S
+    for positions in ({}, dict(q_pos_BQ=q_pos, k_pos_BHT=k_pos)):
+        actual = sparse_attention(q, k, v, expiry, scale=0.4, bias_BHT=bias, bias_from=first, **positions)
+        for got, want in zip([*actual, *gradients(*actual)], [*expected, *wanted], strict=True):
+            close(got, want)
+    low = sparse_attention(*(x.bfloat16() for x in (q, k, v)), expiry, scale=0.4, bias_BHT=bias, bias_from=first)
+    assert low[0].dtype == torch.bfloat16
+    close(low[0].double(), expected[0], 0.05)
+
+
 def test_never_expiring_is_causal_attention() -> None:
     q, k, v = torch.randn(3, 1, 2, 33, 8, generator=torch.Generator().manual_seed(3))
     out, lse = sparse_attention(q, k, v, torch.full((1, 2, 33), NEVER), scale=8**-0.5)
@@ -141,6 +176,10 @@ def test_errors() -> None:
         sparse_attention(q, kv, kv, expiry, scale=1.0, q_pos_BQ=pos[None], k_pos_BHT=pos.expand(1, 2, 5), impl="flex")
     with pytest.raises(ValueError, match="unknown impl 'dense'"):
         sparse_attention(q, kv, kv, expiry, scale=1.0, impl="dense")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"shape of the expiry \(1, 2, 5\), got \(1, 4, 5\)"):
+        sparse_attention(q, kv, kv, expiry, scale=1.0, bias_BHT=torch.zeros(1, 4, 5))
+    with pytest.raises(ValueError, match="bias_from must be at least 0 tokens, got -1"):
+        sparse_attention(q, kv, kv, expiry, scale=1.0, bias_BHT=expiry, bias_from=-1)
     with pytest.raises(ValueError, match="permute must be at least 1"):
         flex.attend_sequence(q, kv, kv, expiry, 1.0, permute=0)
     with pytest.raises(ValueError, match="use impl='reference'"):
@@ -249,14 +288,19 @@ def test_reordering_has_the_gradient_of_a_gather() -> None:
 _traced = torch.compile(blocks._flex, backend="eager", dynamic=False, fullgraph=True)
 
 
-def eager_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    return _traced(q, k, v, mask, scale, None)
+def eager_flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, score_mod: blocks.ScoreMod | None = None
+) -> tuple[Tensor, Tensor]:
+    return _traced(q, k, v, mask, scale, score_mod)
 
 
 _compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def compiled_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
+def compiled_flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, score_mod: blocks.ScoreMod | None = None
+) -> tuple[Tensor, Tensor]:
+    assert score_mod is None
     out = _compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
     return out, q.new_full(out.shape[:3], math.nan)
 
@@ -278,6 +322,31 @@ def test_flex_semantics(S: int, G: int, permute: int | None, monkeypatch: pytest
     if S > 1:
         assert lse.isneginf().any()
         assert (out[lse.isneginf()] == 0).all()
+
+
+@pytest.mark.parametrize(("S", "G", "permute"), [(40, 2, 16), (200, 1, 1024), (300, 3, 128), (300, 2, None)])
+def test_flex_bias_and_its_gradient(S: int, G: int, permute: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU flex has no gradient for q, k and v, but it has one for what a score function captures."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(blocks, "run_flex", eager_flex)
+    generator = torch.Generator().manual_seed(S)
+    q = torch.randn(2, 2 * G, S, 16, generator=generator)
+    k, v = torch.randn(2, 2, 2, S, 16, generator=generator)
+    bias = torch.randn(2, 2, S, generator=generator).requires_grad_()
+    expiry = random_expiry(2, 2, S, 30, seed=S)
+    expiry[0, 0, : S // 3] = 0
+    results = []
+    for run in (
+        lambda: flex.attend_sequence(q, k, v, expiry, 0.4, bias, 9, permute=permute),
+        lambda: sparse_attention(q, k, v, expiry, scale=0.4, bias_BHT=bias, bias_from=9),
+    ):
+        out, lse = run()
+        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        loss = (out * cotangent).sum() + lse.masked_fill(lse.isneginf(), 0.0).sum()
+        results.append((out, lse, *torch.autograd.grad(loss, bias)))
+    assert (results[0][2] != 0).sum() > S
+    for got, want in zip(*results, strict=True):
+        close(got, want, 2e-5)
 
 
 def test_compiled_flex_visits_the_listed_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

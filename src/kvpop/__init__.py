@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvpop.attachment import attach, detach
     from kvpop.cache import BoundedCache
     from kvpop.engine import Engine
-    from kvpop.policies import ByLayer, Dense, KVpop, Oracle, Random, Streaming, Tova
+    from kvpop.policies import DMS, ByLayer, Dense, KVpop, Oracle, Random, Streaming, Tova
     from kvpop.session import Session
 
 __version__ = "0.1.0"
@@ -23,7 +23,9 @@ _LAZY = {
     "BoundedCache": "kvpop.cache",
     "Engine": "kvpop.engine",
     "Session": "kvpop.session",
-    **{name: "kvpop.policies" for name in ("ByLayer", "Dense", "KVpop", "Oracle", "Random", "Streaming", "Tova")},
+    **{
+        name: "kvpop.policies" for name in ("DMS", "ByLayer", "Dense", "KVpop", "Oracle", "Random", "Streaming", "Tova")
+    },
 }
 
 
@@ -36,6 +38,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "DMS",
     "BoundedCache",
     "Budget",
     "ByLayer",

@@ -1,89 +1,67 @@
 """What training leaves behind: a small directory with the scorers and a JSON that says exactly what they fit.
 
-kvpop.json             format, model id and shapes, policy, budget, versions, training facts
-scorers.safetensors    one entry per scorer tensor, layers.<i>.<name>
-base.safetensors       only after full distillation: the changed weights of the model
+kvpop.json             format, model id, shapes and fingerprint, policy, versions, training facts
+scorers.safetensors    one entry per tensor the policy learned, layers.<i>.<name>; none if it learned nothing itself
+
+and, if training changed the model's own weights, either of
+
+base.safetensors       all of them; beyond 5 GB in shards, base-00001-of-0000n.safetensors and base.safetensors.index.json
+adapter_*              low-rank changes: a plain peft adapter
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import kvpop
-from kvpop.attachment import CHILD, attach, attached_policies
+from kvpop import lora
+from kvpop.attachment import attach, attached_policies
 from kvpop.budget import Budget
-from kvpop.policies import ByLayer, KVpop, LayerPolicy, LayerShape, Policy
+from kvpop.hub import CONFIG, SCORERS, adapter_directory, pretrained
+from kvpop.policies import ByLayer, Policy
+from kvpop.trained import TRAINABLE, Trained, learned_tensors, policy_from, settings_of
+from kvpop.weights import (
+    BASE,
+    BASE_INDEX,
+    SHARD_BYTES,
+    AdapterError,
+    base_fingerprint,
+    base_tensors,
+    check_tensors,
+    copy_into,
+    fingerprint,
+    read_base,
+    read_tensors,
+    shard_files,
+    write_base,
+    write_json,
+    write_tensors,
+)
+
+__all__ = [
+    "BASE", "BASE_INDEX", "CONFIG", "SCORERS", "TRAINABLE", "AdapterError", "Trained", "adapter_directory", "adapter_files",
+    "base_fingerprint", "base_tensors", "changed_weights", "check_tensors", "fingerprint", "load", "load_policy",
+    "model_shape", "pretrained", "read_config", "read_tensors", "save_adapter", "scorer_tensors", "write_json",
+]  # fmt: skip
 
 FORMAT = 1
-CONFIG, SCORERS, BASE = "kvpop.json", "scorers.safetensors", "base.safetensors"
-
-
-class AdapterError(ValueError):
-    """An adapter directory that cannot be used, and why."""
-
-
-@dataclass(frozen=True, eq=False)
-class Trained(Policy):
-    """A KVpop policy together with trained scorer tensors: attach it like any other policy."""
-
-    policy: KVpop
-    tensors: Mapping[str, Tensor]
-    label: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.label or self.policy.name
-
-    @property
-    def slots(self) -> int:
-        return self.policy.slots
-
-    def with_budget(self, budget: Budget) -> Trained:
-        """The same scorers under another budget."""
-        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, budget=budget))
-
-    def layer(self, shape: LayerShape) -> LayerPolicy:
-        layer = self.policy.layer(shape)
-        prefix = f"layers.{shape.layer}."
-        given = {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
-        check_tensors(given, layer.state_dict(), f"layer {shape.layer}")
-        if any(tensor.dtype == torch.float64 for tensor in given.values()):
-            layer = layer.double()
-        layer.load_state_dict(given)
-        return layer
-
-
-def check_tensors(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
-    """AdapterError unless names and shapes agree; it lists what is missing, unexpected or of another shape."""
-    missing, unexpected = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
-    if missing or unexpected:
-        raise AdapterError(f"{where}: missing tensors {missing or 'none'}, unexpected tensors {unexpected or 'none'}")
-    for name, tensor in wanted.items():
-        if given[name].shape != tensor.shape:
-            raise AdapterError(
-                f"{where}: {name} has shape {tuple(given[name].shape)}, but this model needs {tuple(tensor.shape)}"
-            )
 
 
 def scorer_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The trained tensors of an attached policy, by layer: copies on the CPU."""
+    """The tensors that an attached policy learned, by layer: copies on the CPU."""
     return {
         f"layers.{policy.shape.layer}.{name}": tensor.detach().cpu().clone().contiguous()
         for policy in attached_policies(model)
-        for name, tensor in policy.state_dict().items()
+        for name, tensor in learned_tensors(policy).items()
     }
 
 
@@ -99,48 +77,58 @@ def model_shape(model: Any) -> dict[str, int]:
     }
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write atomically: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2))
-    os.replace(temporary, path)
-
-
 def save_adapter(
-    model: PreTrainedModel, policy: KVpop, directory: str | Path, *, model_id: str, training: dict[str, Any] | None = None,
-    with_base: bool = False,
+    model: PreTrainedModel, policy: Policy, directory: str | Path, *, model_id: str, training: dict[str, Any] | None = None,
+    with_base: bool = False, base: Mapping[str, Tensor] | None = None, trained_from: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:  # fmt: skip
-    """Write the adapter of a model that has ``policy`` attached. ``with_base`` adds the model's own (changed) weights."""
+    """Write the adapter of a model that has ``policy`` attached, kvpop.json last.
+
+    LoRA layers in the model are part of it. ``with_base`` adds the model's own (changed) weights, in files of at most
+    ``shard_bytes``; ``base``: those weights, where the model holds only its share of them. ``trained_from``: the
+    ``base_fingerprint`` of the model before training; needed only with ``with_base``, otherwise the model still has those
+    weights. Raises ValueError for a policy that adapters do not hold or that is not attached, and for ``with_base`` of a
+    model with LoRA layers; AdapterError if ``base`` is not what the model has.
+    """
+    policy = policy.policy if isinstance(policy, Trained) else policy
+    settings, low_rank = settings_of(policy), bool(lora.lora_parameters(model))
+    if not attached_policies(model):
+        raise ValueError(f"there is nothing to save: {policy.name} is not attached to the model")
+    if with_base and low_rank:
+        raise ValueError(
+            "with_base saves changed weights, but this model has LoRA layers, which leave its weights as they are"
+        )
+    own = base_tensors(model)
+    if base is not None:
+        check_tensors(base, own, "base weights")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(scorer_tensors(model), directory / SCORERS)
-    if with_base:
-        save_file({n: t.detach().cpu().contiguous() for n, t in base_tensors(model).items()}, directory / BASE)
+    scorers = scorer_tensors(model)
+    if scorers:
+        write_tensors(directory / SCORERS, scorers)
+    base_weights = write_base(base or own, directory, shard_bytes) if with_base else None
+    versions = {"kvpop": kvpop.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    if low_rank:
+        lora.save(model, directory, model_id=model_id)
+        base_weights = lora.LORA_WEIGHTS
+    weights = trained_from if trained_from or with_base else base_fingerprint(model)
     write_json(
         directory / CONFIG,
         {
             "format": FORMAT,
-            "model": {"id": model_id, "type": model.config.model_type, **model_shape(model)},
-            "policy": {"name": "kvpop", **dataclasses.asdict(policy)},
-            "base_weights": BASE if with_base else None,
-            "versions": {
-                "kvpop": kvpop.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
+            "model": {"id": model_id, "type": model.config.model_type, **model_shape(model), "weights": weights},
+            "policy": settings,
+            "scorers": SCORERS if scorers else None,
+            "base_weights": base_weights,
+            "versions": versions,
             "training": training or {},
         },
     )
     return directory
 
 
-def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own parameters, tied ones once, scorers left out."""
-    return {name: p for name, p in model.named_parameters() if f".{CHILD}." not in name}
-
-
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The JSON of an adapter, checked for its format. Raises AdapterError or FileNotFoundError."""
+    """The JSON of an adapter, checked. Raises AdapterError or FileNotFoundError."""
     path = Path(directory) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is not a kvpop adapter: it has no {CONFIG}")
@@ -155,41 +143,41 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     for key in ("model", "policy"):
         if not isinstance(config.get(key), dict):
             raise AdapterError(f"{path} has no {key!r} section")
-    if config["policy"].get("name") != "kvpop":
-        raise AdapterError(f"{path} holds policy {config['policy'].get('name')!r}, expected 'kvpop'")
-    policy = config["policy"]
-    if "budget" not in policy:
-        raise AdapterError(f"{directory}: the policy has no budget")
-    try:
-        Budget(**policy["budget"])
-    except (TypeError, ValueError) as error:
-        raise AdapterError(f"{directory}: the budget {policy['budget']} cannot be used: {error}") from error
-    if not isinstance(policy.get("decay_range", []), list):
-        raise AdapterError(f"{directory}: decay_range must be a list of two numbers, got {policy['decay_range']!r}")
+    policy_from(config["policy"], str(path))
+    config.setdefault("scorers", SCORERS)
+    for key, known in (("scorers", (SCORERS,)), ("base_weights", (BASE, BASE_INDEX, lora.LORA_WEIGHTS))):
+        if config.get(key) not in (None, *known):
+            raise AdapterError(f"{path} has {key} {config[key]!r}, expected null or one of {', '.join(known)}")
     return config
 
 
-def load_policy(directory: str | Path, budget: Budget | None = None) -> Trained:
-    """The trained policy in ``directory``, at its own budget or at ``budget``. Raises AdapterError or FileNotFoundError."""
+def adapter_files(directory: str | Path) -> list[str]:
+    """The files that an adapter consists of, as its JSON says. Raises AdapterError naming one that is not there."""
+    directory = Path(directory)
     config = read_config(directory)
-    fields = {key: value for key, value in config["policy"].items() if key != "name"}
-    known = {field.name for field in dataclasses.fields(KVpop)}
-    if fields.keys() - known:
-        raise AdapterError(f"{directory}: unknown policy settings {sorted(fields.keys() - known)}")
-    if "decay_range" in fields:
-        fields["decay_range"] = tuple(fields["decay_range"])
-    fields["budget"] = Budget(**fields["budget"]) if budget is None else budget
-    return Trained(KVpop(**fields), read_tensors(Path(directory) / SCORERS))
+    names = [CONFIG] + ([SCORERS] if config["scorers"] else [])
+    base = config.get("base_weights")
+    if base == lora.LORA_WEIGHTS:
+        names += [lora.LORA_CONFIG, lora.LORA_WEIGHTS]
+    elif base:
+        names += sorted({base, *shard_files(directory, base)})
+    for name in names:
+        if not (directory / name).is_file():
+            raise AdapterError(f"{directory} has no {name}")
+    return names
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises AdapterError if it is not there or damaged."""
-    if not path.is_file():
-        raise AdapterError(f"{path.parent} has no {path.name}")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise AdapterError(f"{path} cannot be read: {error}") from error
+def load_policy(directory: str | Path, budget: Budget | None = None, *, revision: str | None = None) -> Trained:
+    """The trained policy of an adapter (see ``adapter_directory``), at its own budget or at ``budget``.
+
+    The model's own weights, where training changed them, are not part of it: that is ``load``. Raises AdapterError or
+    FileNotFoundError, and ValueError for a ``budget`` where the policy has none.
+    """
+    directory = adapter_directory(directory, revision)
+    config = read_config(directory)
+    tensors = read_tensors(directory / SCORERS) if config["scorers"] else {}
+    trained = Trained(policy_from(config["policy"], str(directory)), tensors)
+    return trained if budget is None else trained.with_budget(budget)
 
 
 def load(
@@ -198,23 +186,64 @@ def load(
     *,
     budget: Budget | None = None,
     layers: Mapping[int, Budget | Policy] | None = None,
+    merge: bool = False,
+    revision: str | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """The model with its trained policy attached: ``generate`` now uses a bounded cache.
+    """The model with its trained policy attached, and its weights changed if training changed them: ``generate`` now uses a
+    bounded cache.
 
-    ``base_model`` is a loaded model or a name for ``kvpop.models.load_base`` (``options``: dtype, device). ``budget``
+    ``base_model`` is a loaded model or a name for ``kvpop.models.load_base`` (``options``: dtype, device). ``directory`` is
+    what ``adapter_directory`` takes: a directory, "kvpop:smollm2", or a name on the hub, there at ``revision``. ``budget``
     overrides the one it was trained for; ``layers`` gives single layers another budget, or another policy such as
-    ``Dense()``. Raises AdapterError naming what does not fit: format, model shapes, tensors; the
-    model is then as it was.
+    ``Dense()``. ``merge`` adds LoRA to the weights instead of computing it beside them (faster, rounded to the model's
+    dtype).
+
+    Raises AdapterError naming what does not fit: format, model shapes, tensors, a model with LoRA layers; the model is then
+    as it was. Warns if the adapter was trained on other weights than the model has.
     """
-    config = read_config(directory)
-    trained = load_policy(directory, budget)
+    directory = adapter_directory(directory, revision)
+    config, trained = read_config(directory), load_policy(directory, budget)
+    others = {i: trained.with_budget(p) if isinstance(p, Budget) else p for i, p in (layers or {}).items()}
     if isinstance(base_model, str):
         from kvpop.models import load_base
 
         model, _ = load_base(base_model, **options)
     else:
         model = base_model
+    weights = _fitting(model, directory, config, trained)
+    if config.get("base_weights") == lora.LORA_WEIGHTS:
+        lora.load(model, directory)
+    try:
+        attach(model, ByLayer(trained, others))  # checks the scorers; with nothing left to fail, the model is changed
+    except BaseException:
+        lora.remove(model)
+        raise
+    if merge:
+        lora.remove(model, merge=True)
+    copy_into(base_tensors(model), weights)
+    return model
+
+
+def changed_weights(model: PreTrainedModel, directory: str | Path) -> dict[str, Tensor] | None:
+    """The weights that ``load`` would give ``model`` in place of its own, by name; LoRA merged; None if they stay.
+
+    The model is left as it is. Raises as ``load`` does.
+    """
+    directory = adapter_directory(directory)
+    config = read_config(directory)
+    weights = _fitting(model, directory, config, load_policy(directory))
+    if config.get("base_weights") == lora.LORA_WEIGHTS:
+        lora.load(model, directory)
+        weights = lora.merged_weights(model)
+        lora.remove(model)
+    return weights or None
+
+
+def _fitting(model: PreTrainedModel, directory: Path, config: dict[str, Any], trained: Trained) -> dict[str, Tensor]:
+    """The full base weights of an adapter (empty if it has none), after checking that it fits the model."""
+    if lora.lora_parameters(model):
+        raise AdapterError("the model has LoRA layers already: take them off with kvpop.lora.remove(model)")
     here: dict[str, Any] = {"type": model.config.model_type, **model_shape(model)}
     there = {key: config["model"].get(key) for key in here}
     wrong = [f"{key} {there[key]} in the adapter, {here[key]} in the model" for key in here if here[key] != there[key]]
@@ -224,14 +253,15 @@ def load(
     stray = sorted(n for n in trained.tensors if ".".join(n.split(".")[:2]) + "." not in known)
     if stray:
         raise AdapterError(f"{directory}: unexpected tensors {stray}")
-    weights: dict[str, Tensor] = {}
-    if config.get("base_weights"):
-        weights = read_tensors(Path(directory) / config["base_weights"])
+    if config.get("base_weights") in (BASE, BASE_INDEX):  # these replace all that the model has
+        weights = read_base(directory, config["base_weights"])
         check_tensors(weights, base_tensors(model), "base weights")
-    others = {i: trained.with_budget(p) if isinstance(p, Budget) else p for i, p in (layers or {}).items()}
-    attach(model, ByLayer(trained, others))  # checks the scorers; with nothing left to fail, the model is changed
-    own = base_tensors(model)
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)
-    return model
+        return weights
+    trained_from, own = config["model"].get("weights"), base_fingerprint(model)
+    if trained_from and own and trained_from != own:
+        warnings.warn(
+            f"{directory} was trained on {config['model'].get('id')} with weights {trained_from}, this model has weights "
+            f"{own}: it may keep other tokens than it was trained to keep",
+            stacklevel=3,
+        )
+    return {}

@@ -77,7 +77,8 @@ def attention(
             )
         if kvpop is None:
             kvpop = SequencePass(_documents(query, attention_mask, kwargs.get("position_ids")))
-        out = policy.attend_sequence(query, key, value, scale, kvpop)
+        attend = policy.attend_densely if kvpop.dense else policy.attend_sequence
+        out = attend(query, key, value, scale, kvpop)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -16,12 +16,13 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 SHINGLE_WORDS = 8
 MIN_FRESH = 0.5
 
-Split = Literal["train", "test"]
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -55,31 +56,42 @@ def champ_documents(seed: int = 0) -> ChampDocuments:
     return ChampDocuments(seed)
 
 
-def champ_split(seed: int = 0, held_out: float = 0.15) -> tuple[list[str], list[str]]:
-    """(train ids, test ids): a split by problem, so that no attempt at a held-out problem is ever trained on.
+def champ_splits(seed: int = 0, held_out: float = 0.15, validation: float = 0.10) -> dict[Split, list[str]]:
+    """Problem ids by split: "train", "validation" (to choose hyperparameters by) and "test" (to report). Splits are by
+    problem, so that no attempt at a held-out problem is ever trained on.
 
-    Problems are ranked by a hash of the seed and their id, the same on every machine; the first ``held_out`` share is
-    the test set. Raises ValueError unless 0 < held_out < 1.
+    Problems are ranked by a hash of the seed and their id, the same on every machine; the first ``held_out`` share is the
+    test set, the last ``validation`` share the validation set. Raises ValueError unless both shares and their sum lie in
+    (0, 1).
     """
-    if not 0 < held_out < 1:
-        raise ValueError(f"held_out must lie in (0, 1), got {held_out}")
+    if not (held_out > 0 and validation > 0 and held_out + validation < 1):
+        raise ValueError(f"held_out, validation and their sum must lie in (0, 1), got {held_out} and {validation}")
     ranked = sorted(_load_problems(), key=lambda problem_id: _digest(seed, problem_id))
-    count = max(1, round(held_out * len(ranked)))
-    return ranked[count:], ranked[:count]
+    test = max(1, round(held_out * len(ranked)))
+    end = len(ranked) - max(1, round(validation * len(ranked)))
+    return {"train": ranked[test:end], "validation": ranked[end:], "test": ranked[:test]}
 
 
 def champ_texts(split: Split, max_chars: int | None = None, seed: int = 0, held_out: float = 0.15) -> Iterator[str]:
-    """Documents of one split, one problem each, in the order of ``champ_split``; only what is consumed is built.
+    """Documents of one split, one problem each, in the order of ``champ_splits``; only what is consumed is built.
 
-    Stops once ``max_chars`` characters were given in total; the last document is cut to fit. Raises ValueError for
-    another split than "train" and "test" or max_chars < 1.
+    Stops once ``max_chars`` characters were given in total; the last document is cut to fit. Raises ValueError for a split
+    that does not exist or max_chars < 1.
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     if max_chars is not None and max_chars < 1:
         raise ValueError(f"max_chars must be at least 1, got {max_chars}")
-    train_ids, test_ids = champ_split(seed, held_out)
-    return _texts(train_ids if split == "train" else test_ids, champ_documents(seed), max_chars)
+    return _texts(champ_splits(seed, held_out)[split], champ_documents(seed), max_chars)
+
+
+def champ_statements(split: Split, seed: int = 0) -> Iterator[str]:
+    """The statements alone of one split's problems, in the order of ``champ_splits``: prompts to solve. Raises ValueError for
+    a split that does not exist."""
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    problems = _load_problems()
+    return (problems[problem_id]["_text"].strip() for problem_id in champ_splits(seed)[split])
 
 
 def _texts(problem_ids: list[str], documents: Mapping[str, str], max_chars: int | None) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""The main job, end to end on the embedded model: train scorers, compare policies on held-out text, generate in flat memory.
+"""The main job, end to end on the embedded model: take the scorers that the package carries, train them on a little, compare
+policies on held-out text, generate in flat memory.
 
 Sized for two CPU cores. Everything it states is computed from the figures it just measured.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvpop
-from kvpop.adapter import Trained, load_policy, write_json
+from kvpop.adapter import Trained, load_policy, pretrained, write_json
 from kvpop.attachment import attach, detach
 from kvpop.budget import SLOT_OVERHEAD_BYTES, Budget, cache_bytes, entry_bytes
 from kvpop.core import BoundaryLoss, Target
@@ -38,10 +39,10 @@ from kvpop.tasks import RetrievalPrompt, mixed_prompt, training_retrieval_docume
 from kvpop.terminal import ERR
 
 LENGTH = 1024
-SINKS, WINDOW = 4, 32
+SINKS, WINDOW = 4, 64
 BUDGETS = (256, 128)
-DECAY, DECAY_RANGE = -5.0 / LENGTH, (-20.0 / LENGTH, -0.1 / LENGTH)
-SCORERS = {"kvpop-mlp": "mlp", "kvpop": "mlp+mlstm"}
+CARRIED, CONTINUED = "kvpop", "kvpop-continued"
+OURS = (CARRIED, CONTINUED)
 RETRIEVAL_SHARE = 0.2
 NEEDLES = 4
 
@@ -60,9 +61,9 @@ class Plan:
         """The full plan where a dense pass of 1,024 tokens takes up to 3.5 s and there are 10 minutes, less in proportion."""
         share = min(1.0, 3.5 / seconds_a_pass) * min(1.0, minutes / 10)
         if share >= 1:
-            return cls(steps=14)
+            return cls(steps=8)
         scaled = [max(2, int(n * share)) for n in (cls.texts, cls.prompts)]
-        return cls(max(6, int(14 * share)), cls.updates, *scaled)
+        return cls(max(4, int(8 * share)), cls.updates, *scaled)
 
 
 def run_demo(out: Path, minutes: float = 10.0) -> tuple[dict[str, Any], list[str]]:
@@ -94,15 +95,16 @@ def run_demo(out: Path, minutes: float = 10.0) -> tuple[dict[str, Any], list[str
         plan = Plan.for_machine(time.perf_counter() - before, minutes)
         detach(model)
         progress.update(loading, advance=1, note=f"{plan.steps} steps, {plan.texts} texts")
+        carried = load_policy(pretrained("smollm2"))
         policies = {
-            name: _train(model, name, kind, plan, train, tokenizer, out / name, progress)
-            for name, kind in SCORERS.items()
+            CARRIED: carried,
+            CONTINUED: _continue(model, carried, plan, train, tokenizer, out / CONTINUED, progress),
         }
         prompts = _prompts(tokenizer, held_out, plan)
         entries = _entries(policies, model)
         rows = _compare(model, entries, texts[: plan.texts], prompts, progress)
         best = min(
-            (row for row in rows if row["policy"] in SCORERS and row["budget"] == BUDGETS[-1]), key=lambda r: r["kl"]
+            (row for row in rows if row["policy"] in OURS and row["budget"] == BUDGETS[-1]), key=lambda r: r["kl"]
         )
         generation = _generate(model, policies[best["policy"]], best["policy"], held_out[-1], progress)
     report = {
@@ -119,8 +121,7 @@ def run_demo(out: Path, minutes: float = 10.0) -> tuple[dict[str, Any], list[str
     report["findings"] = lines
     write_json(out / "report.json", report)
     demo_figure(report, out / "report.png")
-    adapters = " and ".join(str(out / name) for name in SCORERS)
-    where = f"Written: {out / 'report.json'}, {out / 'report.png'}; the adapters are in {adapters}."
+    where = f"Written: {out / 'report.json'}, {out / 'report.png'}; the continued scorers are in {out / CONTINUED}."
     return report, [*lines, where]
 
 
@@ -131,15 +132,26 @@ def budget_of(slots: int) -> Budget:
 def charged_budget(slots: int, scorer: str, model: PreTrainedModel) -> Budget:
     """``slots`` less what the scorer's state costs in bytes: stateful and stateless scorers get the same memory."""
     config = model.config.get_text_config()
-    state = build_scorer(scorer, config.num_key_value_heads, config.head_dim).state_bytes()
-    return budget_of(slots).charged(state, entry_bytes(config.head_dim, model.dtype.itemsize) + SLOT_OVERHEAD_BYTES)
+    entry = entry_bytes(config.head_dim, model.dtype.itemsize) + SLOT_OVERHEAD_BYTES
+    return budget_of(slots).charged(_state_bytes(scorer, model), entry)
 
 
-def _train(
-    model: PreTrainedModel, name: str, scorer: str, plan: Plan, train: list[Any], tokenizer: Any, directory: Path,
+def _state_bytes(scorer: str, model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    return build_scorer(scorer, config.num_key_value_heads, config.head_dim).state_bytes()
+
+
+def _scorer_of(policy: Trained) -> str:
+    assert isinstance(policy.policy, KVpop)
+    return policy.policy.scorer
+
+
+def _continue(
+    model: PreTrainedModel, carried: Trained, plan: Plan, train: list[Any], tokenizer: Any, directory: Path,
     progress: Progress,
 ) -> Trained:  # fmt: skip
-    """Scorer-only training on long maths text with a share of retrieval documents, one sequence a step."""
+    """Scorer-only training that starts from trained scorers: long maths text with a share of retrieval documents, one
+    sequence a step."""
     rng = np.random.default_rng(0)
     retrieval = max(1, round(RETRIEVAL_SHARE * plan.steps))
     pieces = [piece for tokens in train for piece in islice(chunks([tokens], LENGTH), 1) if len(piece) == LENGTH]
@@ -150,12 +162,11 @@ def _train(
         pieces.append(np.asarray(document.tokens, dtype=np.uint32))
     stream = SequenceStream(list(pack(pieces, LENGTH)), batch_size=1)
     longs = tuple(budget_of(slots).long for slots in BUDGETS)
-    policy = KVpop(budget_of(BUDGETS[0]), scorer=scorer, decay=DECAY, decay_range=DECAY_RANGE)
     config = DistillConfig(
-        steps=plan.steps, inner_updates=plan.updates, train_long=longs, target=Target(),
+        steps=plan.steps, inner_updates=plan.updates, train_long=longs, scorer_lr=3e-4, target=Target(),
         loss=BoundaryLoss(samples=0, min_future=64),
     )  # fmt: skip
-    task = progress.add_task(f"train {name}", total=plan.steps, note="")
+    task = progress.add_task("go on training the scorers", total=plan.steps, note="")
 
     def on_step(record: dict[str, Any]) -> None:
         note = f"boundary accuracy {record['accuracy']:.2f}, recall of the teacher {record['recall']:.2f}"
@@ -167,6 +178,7 @@ def _train(
         marker.touch()
 
     def run() -> bool:
+        policy = carried.with_budget(budget_of(BUDGETS[0]))
         return distill(model, policy, stream, config, directory, model_id=model_id("smollm2"), on_step=on_step)
 
     try:
@@ -201,8 +213,8 @@ def _entries(policies: dict[str, Trained], model: PreTrainedModel) -> list[Entry
             Entry("random", slots, Random(budget)),
             Entry("tova", slots, Tova(slots)),
         ]
-        for name, scorer in SCORERS.items():
-            entries.append(Entry(name, slots, policies[name].with_budget(charged_budget(slots, scorer, model))))
+        for name, policy in policies.items():
+            entries.append(Entry(name, slots, policy.with_budget(charged_budget(slots, _scorer_of(policy), model))))
         entries.append(Entry("oracle", slots, Oracle(budget)))
     return entries
 
@@ -236,7 +248,7 @@ def _generate(model: PreTrainedModel, policy: Trained, name: str, tokens: Any, p
     """Go on from a held-out problem until ten times the budget has been seen; record what the cache holds on the way."""
     slots = BUDGETS[-1]
     total = 10 * slots
-    budget = charged_budget(slots, SCORERS[name], model)
+    budget = charged_budget(slots, _scorer_of(policy), model)
     attach(model, policy.with_budget(budget))
     prompt = torch.from_numpy(tokens[:slots].astype(np.int64))[None]
     task = progress.add_task(f"generate to 10 x {slots} tokens", total=total, note="")
@@ -257,7 +269,7 @@ def _generate(model: PreTrainedModel, policy: Trained, name: str, tokens: Any, p
     formula = cache_bytes(
         budget, layers=config.num_hidden_layers, kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
         element_size=model.dtype.itemsize,
-        state_bytes=build_scorer(SCORERS[name], config.num_key_value_heads, config.head_dim).state_bytes(),
+        state_bytes=_state_bytes(_scorer_of(policy), model),
     )  # fmt: skip
     return {
         "policy": name,
@@ -278,7 +290,7 @@ def findings(report: dict[str, Any]) -> list[str]:
     by = {(row["policy"], row["budget"]): row for row in report["rows"]}
     lines = []
     for slots in BUDGETS:
-        name = min(SCORERS, key=lambda policy: by[policy, slots]["kl"])
+        name = min(OURS, key=lambda policy: by[policy, slots]["kl"])
         ours, oracle = by[name, slots], by["oracle", slots]
         others = {policy: by[policy, slots] for policy in ("streaming", "random", "tova")}
         wins = [p for p, row in others.items() if ours["kl"] < row["kl"] and ours["agreement"] > row["agreement"]]

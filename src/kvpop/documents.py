@@ -73,6 +73,14 @@ class Documents:
     def length_N(self) -> Tensor:
         return self._runs[2]
 
+    def first_row(self) -> Tensor:
+        """The row of the batch that each document lies in: [N]."""
+        return self._runs[0]
+
+    def valid_rows(self, longest: int) -> Tensor:
+        """Which places of rows of ``longest`` tokens hold one: [N, longest]."""
+        return torch.arange(longest, device=self.ids_BS.device) < self.length_N[:, None]
+
     @cached_property
     def start_BS(self) -> Tensor:
         """Index of the first token of the document that holds each token; 0 on padding."""

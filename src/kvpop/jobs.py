@@ -5,35 +5,47 @@ Heavy modules are imported inside the functions, so that the command line starts
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpop.budget import Budget
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvpop.data import SequenceStream
+    from kvpop.data import Corpus, SequenceStream
     from kvpop.measure import Entry, RetrievalScores
     from kvpop.tasks import RetrievalPrompt
 
 NEEDLE_KEYS = 4
+HAYSTACK_TOKENS = 1 << 20
+"""Tokens of a prepared corpus that retrieval documents take their text from."""
 DEFAULT = Budget.of_slots(256, sinks=4, window=64)
 
 
 def placement(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """The device and the precision that two options name. Raises ValueError for what does not exist here."""
+    """The device and the precision that two options name; "auto" under torchrun: the GPU of this process.
+
+    Raises ValueError for what does not exist here.
+    """
     import torch
 
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         place = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"--device {device}: no such kind of device; use cpu, cuda or cuda:N") from error
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if place.type == "cuda" and place.index is not None:
+        torch.cuda.set_device(place)
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     kinds["auto"] = torch.bfloat16 if place.type == "cuda" else torch.float32
     if dtype not in kinds:
@@ -83,30 +95,95 @@ def chosen_budget(
     return Budget.of_slots(own.slots if slots is None else slots, sinks=sinks, window=window)
 
 
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model that ``load_base`` knows, without the model."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    from kvpop.models import EMBEDDED_NAMES, embedded_directory
+
+    logging.set_verbosity_error()
+    where: str | Path = embedded_directory() if name in EMBEDDED_NAMES else name
+    return AutoTokenizer.from_pretrained(where, local_files_only=Path(where).is_dir())
+
+
+def check_data(data: str, length: int) -> None:
+    """What is wrong with ``--data`` for sequences of so many tokens, before a model is loaded; raises as its readers do."""
+    from kvpop.data import Prepared, is_prepared, rows_from
+
+    if is_prepared(data):
+        Prepared(data).check(length)
+    else:
+        rows_from(data)
+
+
 def training_stream(
-    data: str, tokenizer: Any, length: int, batch_size: int, seed: int, tokens: int, retrieval_share: float
+    data: str | Corpus,
+    tokenizer: Any,
+    length: int,
+    batch_size: int,
+    seed: int,
+    tokens: int,
+    retrieval_share: float,
 ) -> SequenceStream:
-    """The first ``tokens`` tokens of a source, packed, and so many retrieval documents that they are the share asked for."""
+    """Sequences of ``length`` tokens, ``retrieval_share`` of them retrieval documents, the others from ``data``.
+
+    A directory that ``kvpop prepare`` wrote is used as it is and stays on disk, all of it. Of anything else, or of a corpus
+    with filters, the first ``tokens`` tokens are read and packed in memory. Raises as ``Reader`` and ``Prepared`` do, and
+    ValueError for a prepared corpus of another length or tokenizer.
+    """
+    from kvpop.data import Corpus, is_prepared
+
+    if isinstance(data, str) and is_prepared(data):
+        return _prepared_stream(data, tokenizer, length, batch_size, seed, retrieval_share)
+    corpus = Corpus(data) if isinstance(data, str) else data
+    return _packed_stream(corpus, tokenizer, length, batch_size, seed, tokens, retrieval_share)
+
+
+def _retrieval_count(share: float, sequences: int) -> int:
+    return max(1, round(share / (1 - share) * sequences)) if share else 0
+
+
+def _packed_stream(
+    corpus: Corpus, tokenizer: Any, length: int, batch_size: int, seed: int, tokens: int, retrieval_share: float
+) -> SequenceStream:
     import numpy as np
 
-    from kvpop.data import PackedSequence, SequenceStream, chunks, pack, texts_from, tokenize
+    from kvpop.data import PackedSequence, Reader, SequenceStream, pack
     from kvpop.tasks import training_retrieval_document
 
-    documents: list[Any] = []
-    left = tokens
-    for document in tokenize(texts_from(data, tokenizer), tokenizer):
-        documents.append(document[:left])
-        left -= len(documents[-1])
-        if left <= 0:
-            break
-    sequences = list(pack(chunks(documents, length), length, tokenizer.pad_token_id or 0))
-    if retrieval_share:
-        haystack = np.concatenate(documents).tolist()
-        for i in range(max(1, round(retrieval_share / (1 - retrieval_share) * len(sequences)))):
-            rng = np.random.default_rng([seed, i])
-            prompt = training_retrieval_document(tokenizer, haystack, length, rng)
-            sequences.append(PackedSequence.from_pieces([np.asarray(prompt.tokens)], length))
+    pieces = [piece for document in Reader(corpus, tokenizer, length, tokens) for piece in document]
+    shared = corpus.packing == "shared"
+    sequences = list(pack(pieces, length, tokenizer.pad_token_id or 0, shared=shared, seed=seed))
+    haystack = np.concatenate(pieces).tolist() if retrieval_share else []
+    for i in range(_retrieval_count(retrieval_share, len(sequences))):
+        prompt = training_retrieval_document(tokenizer, haystack, length, np.random.default_rng([seed, i]))
+        sequences.append(PackedSequence.from_pieces([np.asarray(prompt.tokens)], length))
     return SequenceStream(sequences, batch_size, seed)
+
+
+def _prepared_stream(
+    directory: str, tokenizer: Any, length: int, batch_size: int, seed: int, retrieval_share: float
+) -> SequenceStream:
+    """Retrieval documents are made when they are asked for: there may be too many to hold."""
+    import numpy as np
+
+    from kvpop.data import Generated, Joined, Prepared, SequenceStream
+    from kvpop.tasks import training_retrieval_document
+
+    prepared = Prepared(directory)
+    prepared.check(length, tokenizer)
+    count = _retrieval_count(retrieval_share, len(prepared))
+    if not count:
+        return SequenceStream(prepared, batch_size, seed)
+    first = prepared.columns(range(min(len(prepared), -(-HAYSTACK_TOKENS // length))))
+    haystack = first["input_ids"][first["document_ids"] >= 0].tolist()
+
+    def document(i: int) -> list[int]:
+        return training_retrieval_document(tokenizer, haystack, length, np.random.default_rng([seed, i])).tokens
+
+    made = Generated(document, count, length, key=f"retrieval {seed}")
+    return SequenceStream(Joined([prepared, made]), batch_size, seed)
 
 
 def evaluation_texts(
@@ -115,10 +192,10 @@ def evaluation_texts(
     """``count`` texts of ``length`` tokens (other documents first, then later pieces), and a haystack for ``longest``."""
     import torch
 
-    from kvpop.data import texts_from, tokenize
+    from kvpop.data import documents_from
 
     documents: list[list[int]] = []
-    for document in tokenize(texts_from(data, tokenizer), tokenizer):
+    for document in documents_from(data, tokenizer):
         documents.append(document.tolist())
         if sum(len(d) >= length for d in documents) >= count and sum(map(len, documents)) >= longest:
             break
@@ -168,26 +245,27 @@ def retrieval_cells(task: str, scores: RetrievalScores, depths: list[float]) -> 
 
 
 def comparison(
-    adapters: list[Path], policies: list[str], budgets: list[int], sinks: int | None, window: int | None
+    adapters: Mapping[str, Path], policies: list[str], budgets: list[int], sinks: int | None, window: int | None
 ) -> list[Entry]:
-    """Dense, then every policy and every adapter at every budget (without budgets: the adapters' own, or 256)."""
+    """Dense, then every policy and every adapter (label: directory) at every budget (without budgets: the adapters' own, or
+    256), then the adapters whose policies have no budget.
+
+    Weights that an adapter brings are not in place yet: ``adapter.changed_weights`` needs the model.
+    """
     from kvpop.adapter import load_policy
     from kvpop.measure import Entry
     from kvpop.policies import Dense, policy_by_name
 
-    for directory in adapters:
-        if read_adapter(directory).get("base_weights"):
-            raise ValueError(f"{directory} changes the weights of the model: eval compares policies on one model")
-    first = adapters[0] if adapters else None
+    sized = {label: path for label, path in adapters.items() if "budget" in read_adapter(path)["policy"]}
+    first = next(iter(sized.values()), None)
     entries = [Entry("dense", None, Dense())]
-    own = {chosen_budget(None, sinks, window, directory).slots for directory in adapters}
+    own = {chosen_budget(None, sinks, window, directory).slots for directory in sized.values()}
     for slots in sorted(set(budgets) or own or {chosen_budget(None, sinks, window, None).slots}):
         for name in dict.fromkeys(policies):
             policy = policy_by_name(name, chosen_budget(slots, sinks, window, first))
             if name != "dense":
                 entries.append(Entry(name, slots, policy))
-        for directory in adapters:
+        for label, directory in sized.items():
             trained = load_policy(directory, chosen_budget(slots, sinks, window, directory))
-            same = [d for d in adapters if d.resolve().name == directory.resolve().name]
-            entries.append(Entry(directory.resolve().name if len(same) == 1 else str(directory), slots, trained))
-    return entries
+            entries.append(Entry(label, slots, trained))
+    return entries + [Entry(name, None, load_policy(adapters[name])) for name in adapters if name not in sized]

@@ -5,26 +5,33 @@ Dense is computed once per text; every policy then sees the same tokens, so all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpop.attachment import attach, detach
+from kvpop.budget import Budget
+from kvpop.core.target import Target, future_target
 from kvpop.documents import Documents
 from kvpop.models import check_head
-from kvpop.policies import Dense, Policy, SequencePass
+from kvpop.ops.sparse_attention.api import Impl
+from kvpop.policies import Dense, LayerView, Policy, SequencePass
 from kvpop.tasks import RetrievalPrompt, score_retrieval
+from kvpop.weights import swapped
 
 # Shapes: S tokens of a text, Q scored positions, V vocabulary, E model width.
 
 HEAD_CHUNK = 256
 """Positions whose logits exist at once."""
+
+MEASURES = ("kl", "agree", "nll", "correct")
 
 BATCH = 4
 """Texts of equal length that go through the model together."""
@@ -32,24 +39,33 @@ BATCH = 4
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a comparison: a policy at a budget. ``budget`` is slots per KV head, None for dense."""
+    """One line of a comparison: a policy at a budget. ``budget`` is slots per KV head, None if it is not fixed.
+
+    ``weights``: what stands in place of the model's own weights while this policy is measured (``adapter.changed_weights``).
+    What it is compared with is the dense model with its own weights, for all entries the same.
+    """
 
     label: str
     budget: int | None
     policy: Policy
+    weights: Mapping[str, Tensor] | None = None
 
 
 @dataclass
 class TextScores:
-    """Per scored position of every text, in order: KL to dense (nats), top-1 agreement with dense, NLL of the text."""
+    """Per scored position of every text, in order: KL to dense (nats), top-1 agreement with dense, NLL of the text, and
+    whether the likeliest token is the text's own."""
 
     kl: list[Tensor] = field(default_factory=list)
     agree: list[Tensor] = field(default_factory=list)
     nll: list[Tensor] = field(default_factory=list)
+    correct: list[Tensor] = field(default_factory=list)
 
     def row(self, start: int, bins: int = 4) -> dict[str, Any]:
         """Means over texts and positions, and KL by position."""
-        kl, agree, nll = (torch.stack([x.mean() for x in values]) for values in (self.kl, self.agree, self.nll))
+        kl, agree, nll, correct = (
+            torch.stack([x.mean() for x in values]) for values in (self.kl, self.agree, self.nll, self.correct)
+        )
         longest = max(len(x) for x in self.kl)
         edges = [round(longest * i / bins) for i in range(bins + 1)]
         by_position = [
@@ -65,9 +81,11 @@ class TextScores:
         return {
             "kl": float(kl.mean()),
             "agreement": float(agree.mean()),
+            "accuracy": float(correct.mean()),
             "perplexity": float(nll.mean().exp()),
             "kl_by_text": kl.tolist(),
             "agreement_by_text": agree.tolist(),
+            "accuracy_by_text": correct.tolist(),
             "by_position": by_position,
         }
 
@@ -87,17 +105,26 @@ class RetrievalScores:
 
 
 @torch.no_grad()
-def hidden_states(model: PreTrainedModel, ids_BS: Tensor) -> Tensor:
-    """Hidden states [B, S, E] before the LM head of texts of equal length, under the attached policy."""
-    ids_BS = ids_BS.to(next(model.parameters()).device)
-    seq = SequencePass(Documents.single(ids_BS.shape[0], ids_BS.shape[1], ids_BS.device))
+def hidden_states(model: PreTrainedModel, ids_BS: Tensor, observe: Callable[[LayerView], None] | None = None) -> Tensor:
+    """Hidden states [B, S, E] before the LM head of texts of equal length, under the attached policy.
+
+    ``observe`` is called with what each layer did."""
+    weight = next(model.parameters())
+    ids_BS = ids_BS.to(weight.device)
+    documents = Documents.single(ids_BS.shape[0], ids_BS.shape[1], ids_BS.device)
+    seq = SequencePass(documents, observe=observe, impl=impl_for(weight))
     return model.get_decoder()(input_ids=ids_BS, use_cache=False, kvpop=seq).last_hidden_state
 
 
+def impl_for(like: Tensor) -> Impl:
+    """How whole sequences attend on a device: FlexAttention on a GPU in up to 32 bits, the reference elsewhere."""
+    return "flex" if like.device.type == "cuda" and like.dtype != torch.float64 else "reference"
+
+
 @torch.no_grad()
-def log_probabilities(model: PreTrainedModel, hidden_QE: Tensor) -> Tensor:
-    """Log-softmax [Q, V] of the LM head, float32."""
-    return model.get_output_embeddings()(hidden_QE).float().log_softmax(-1)
+def log_probabilities(head: nn.Module, hidden_QE: Tensor) -> Tensor:
+    """Log-softmax [Q, V] of an LM head, float32."""
+    return head(hidden_QE).float().log_softmax(-1)
 
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -108,6 +135,13 @@ def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     for group in by_length.values():
         for start in range(0, len(group), BATCH):
             yield group[start : start + BATCH]
+
+
+@contextmanager
+def measured(model: PreTrainedModel, entry: Entry) -> Iterator[PreTrainedModel]:
+    """The model with the entry's policy attached and its weights in place; its own weights are back at the end."""
+    with swapped(model, entry.weights):
+        yield attach(model, entry.policy)
 
 
 @contextmanager
@@ -143,30 +177,32 @@ def compare_texts(
             dense_BQE = hidden_states(attach(model, Dense()), ids_BS)[:, start:-1]
             for _ in group:
                 tick("dense")
-            hidden = []
+            own_head = model.get_output_embeddings()
+            hidden, heads = [], []
             for entry in entries:
-                dense = isinstance(entry.policy, Dense)
-                hidden.append(dense_BQE if dense else hidden_states(attach(model, entry.policy), ids_BS)[:, start:-1])
+                if isinstance(entry.policy, Dense) and not entry.weights:
+                    hidden.append(dense_BQE)
+                    heads.append(own_head)
+                else:
+                    with measured(model, entry):
+                        hidden.append(hidden_states(model, ids_BS)[:, start:-1])
+                        heads.append(copy.deepcopy(own_head) if entry.weights else own_head)
                 for _ in group:
                     tick(entry.label)
             for row, i in enumerate(group):
                 target_Q = texts[i][start + 1 :].to(dense_BQE.device)
                 for values in found:
-                    values[i] = {name: [] for name in ("kl", "agree", "nll")}
+                    values[i] = {name: [] for name in MEASURES}
                 for low in range(0, len(target_Q), HEAD_CHUNK):
                     part = slice(low, low + HEAD_CHUNK)
-                    dense_QV = log_probabilities(model, dense_BQE[row, part])
-                    for values, hidden_BQE in zip(found, hidden):
-                        log_QV = (
-                            dense_QV if hidden_BQE is dense_BQE else log_probabilities(model, hidden_BQE[row, part])
-                        )
+                    dense_QV = log_probabilities(own_head, dense_BQE[row, part])
+                    for values, hidden_BQE, head in zip(found, hidden, heads):
+                        log_QV = dense_QV if hidden_BQE is dense_BQE else log_probabilities(head, hidden_BQE[row, part])
                         values[i]["kl"].append((dense_QV.exp() * (dense_QV - log_QV)).sum(-1))
                         values[i]["agree"].append((dense_QV.argmax(-1) == log_QV.argmax(-1)).float())
                         values[i]["nll"].append(-log_QV.gather(-1, target_Q[part, None])[:, 0])
-    return [
-        TextScores(*([torch.cat(value[name]).cpu() for value in values] for name in ("kl", "agree", "nll")))
-        for values in found
-    ]
+                        values[i]["correct"].append((log_QV.argmax(-1) == target_Q[part]).float())
+    return [TextScores(*([torch.cat(value[name]).cpu() for value in values] for name in MEASURES)) for values in found]
 
 
 def compare_retrieval(
@@ -182,11 +218,13 @@ def compare_retrieval(
         for group in batches([prompt.length for prompt in prompts]):
             ids_BS = torch.tensor([prompts[i].tokens for i in group])
             for entry, by_task in zip(entries, results):
-                hidden_BSE = hidden_states(attach(model, entry.policy), ids_BS)
-                for prompt, hidden_SE in zip((prompts[i] for i in group), hidden_BSE):
-                    first = min(start for start, _ in prompt.answers) - 1  # logits at p predict token p + 1
-                    with torch.no_grad():
-                        logits_QV = model.get_output_embeddings()(hidden_SE[first:]).float().cpu()
+                answers_QV = []
+                with measured(model, entry), torch.no_grad():
+                    hidden_BSE = hidden_states(model, ids_BS)
+                    for i, hidden_SE in zip(group, hidden_BSE):
+                        first = min(start for start, _ in prompts[i].answers) - 1  # logits at p predict token p + 1
+                        answers_QV.append(model.get_output_embeddings()(hidden_SE[first:]).float().cpu())
+                for prompt, logits_QV in zip((prompts[i] for i in group), answers_QV):
                     tasks = prompt.tasks or (prompt.task,) * len(prompt.answers)
                     for span, depth, task in zip(prompt.answers, prompt.depths, tasks):
                         score = by_task.setdefault(task, RetrievalScores())
@@ -197,3 +235,71 @@ def compare_retrieval(
                         score.length.append(prompt.length)
                     tick(entry.label)
     return results
+
+
+def compare_recall(
+    model: PreTrainedModel, texts: Sequence[Tensor], entries: Sequence[Entry], budget: Budget, min_future: int = 128
+) -> list[dict[str, list[list[float]]]]:
+    """Share of the k older tokens that will receive the most attention which each entry still holds, by layer and text.
+
+    Read at the last position whose tokens all have at least ``min_future`` queries behind the window; attention is that of
+    the entry's own pass (mean over future queries, Eq. 2, largest of the query heads). Also "held": the mean number of tokens
+    that a KV head holds over positions from ``budget.slots`` on. Both [layers][texts]. Detaches at the end.
+
+    Raises ValueError for a text that has no such position behind a full budget.
+    """
+    results: list[dict[str, list[list[float]]]] = []
+    for text in texts:
+        if len(text) - 1 - min_future < budget.slots:
+            raise ValueError(
+                f"a text of {len(text)} tokens is too short: recall at {budget.slots} slots needs "
+                f"{budget.slots + min_future + 1}"
+            )
+    with detached_after(model):
+        for entry in entries:
+            found: dict[str, list[list[float]]] = {"recall": [], "held": []}
+            for text in texts:
+                values: dict[str, list[float]] = {"recall": [], "held": []}
+
+                def observe(view: LayerView, values: dict[str, list[float]] = values) -> None:
+                    recall, held = _retention(view, budget, min_future)
+                    values["recall"].append(recall)
+                    values["held"].append(held)
+
+                with measured(model, entry):
+                    hidden_states(model, text[None], observe)
+                for name, by_layer in values.items():
+                    found[name].append(by_layer)
+            results.append({name: [list(layer) for layer in zip(*by_text)] for name, by_text in found.items()})
+    return results
+
+
+def _retention(view: LayerView, budget: Budget, min_future: int) -> tuple[float, float]:
+    """Recall of one layer on one text, and how many tokens its KV heads hold on average."""
+    S = view.k.shape[2]
+    mass_HS = future_target(
+        view.q, view.k, view.lse, view.documents, scale=view.scale, window=budget.window, target=Target(),
+        impl=impl_for(view.k),
+    )[0]  # fmt: skip
+    q = S - 1 - min_future
+    expiry_HS = view.expiry[0].to(mass_HS.device)
+    best_HK = mass_HS[:, budget.sinks : q - budget.window + 1].topk(budget.long, dim=-1).indices + budget.sinks
+    recall = (expiry_HS.gather(-1, best_HK) > q).float().mean()
+    position_S = torch.arange(S, device=expiry_HS.device)
+    lives_HS = (expiry_HS.clamp(max=S) - position_S.clamp(min=budget.slots)).clamp(min=0)
+    return float(recall), float(lives_HS.sum(-1).float().mean() / (S - budget.slots))
+
+
+def interval(values: Sequence[float], seed: int = 0, draws: int = 2000) -> dict[str, float]:
+    """The mean of ``values``, one a document, with the 95 % interval of a bootstrap over documents: value, low, high.
+
+    The same seed draws the same documents, so that differences between two policies on the same texts are paired. Raises
+    ValueError without values.
+    """
+    if not len(values):
+        raise ValueError("an interval needs at least 1 value, got none")
+    x = torch.tensor(list(values), dtype=torch.double)
+    picks = torch.randint(len(x), (draws, len(x)), generator=torch.Generator().manual_seed(seed))
+    means = x[picks].mean(1)
+    low, high = means.quantile(0.025), means.quantile(0.975)
+    return {"value": float(x.mean()), "low": float(low), "high": float(high)}

@@ -112,20 +112,34 @@ class Scorer(nn.Module, ABC):
         return F.pad(score_NHL[:, :, delay:], (0, delay))
 
     @torch.no_grad()
-    def calibrate(self, x_NHLE: Tensor, valid_NL: Tensor | None = None) -> None:
-        """Set the standardisation to the mean and 1 / std (std at least 1e-4) of these tokens, per head and channel.
+    def moments(self, x_NHLE: Tensor, valid_NL: Tensor | None = None) -> Tensor:
+        """Per head and channel the number of valid tokens, their sum and their sum of squares: [3, H, E], float64.
 
-        Raises ValueError if no token is valid or the shapes do not fit.
+        Moments of several batches add up. Raises ValueError for shapes that do not fit.
         """
         self._check(x_NHLE, valid_NL)
         x_HTE = x_NHLE.detach().transpose(0, 1).flatten(1, 2).double()
         if valid_NL is not None:
             x_HTE = x_HTE[:, valid_NL.bool().flatten()]
-        if x_HTE.shape[1] == 0:
-            raise ValueError("calibrate needs at least 1 valid token, got 0")
-        self.shift_HE.copy_(x_HTE.mean(1))
-        self.scale_HE.copy_(1.0 / x_HTE.std(1, correction=0).clamp(min=1e-4))
+        return torch.stack([torch.full_like(self.shift_HE.double(), x_HTE.shape[1]), x_HTE.sum(1), (x_HTE**2).sum(1)])
+
+    @torch.no_grad()
+    def standardise(self, moments_3HE: Tensor) -> None:
+        """Set the standardisation to the mean and 1 / std (std at least 1e-4) that ``moments`` give.
+
+        Raises ValueError if they count no token.
+        """
+        count_HE, sum_HE, square_HE = moments_3HE
+        if not bool((count_HE > 0).all()):
+            raise ValueError("standardise needs at least 1 valid token, got 0")
+        mean_HE = sum_HE / count_HE
+        self.shift_HE.copy_(mean_HE)
+        self.scale_HE.copy_(1.0 / (square_HE / count_HE - mean_HE**2).clamp(min=0).sqrt().clamp(min=1e-4))
         self.calibrated.fill_(True)
+
+    def calibrate(self, x_NHLE: Tensor, valid_NL: Tensor | None = None) -> None:
+        """``standardise`` to these tokens."""
+        self.standardise(self.moments(x_NHLE, valid_NL))
 
     @abstractmethod
     def _advance(

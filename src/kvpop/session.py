@@ -6,7 +6,6 @@ generator. It says which model and policy it belongs to, and nothing else will t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -22,10 +21,9 @@ from transformers import PreTrainedModel
 import kvpop
 from kvpop.architecture import CHILD, attached_policies
 from kvpop.cache import BoundedCache, BoundedLayer
+from kvpop.weights import fingerprint
 
 FORMAT = 1
-SAMPLES = 64
-"""Values of each weight that enter the fingerprint."""
 
 
 class SessionError(ValueError):
@@ -129,10 +127,7 @@ def _fill(layer: BoundedLayer, own: dict[str, Tensor], rows: int, prefix: str) -
 
 
 def belongs_to(model: PreTrainedModel) -> dict[str, Any]:
-    """What identifies a model and its policy: shapes, policy settings, and a hash of weights and buffers, scorers included.
-
-    Of every tensor 64 values enter the hash: another checkpoint shows, a few weights changed by hand may not.
-    """
+    """What identifies a model and its policy: shapes, policy settings, and fingerprints of weights and buffers."""
     every = sorted([*model.named_parameters(), *model.named_buffers()])
     own, scorers = ([pair for pair in every if (f".{CHILD}." in pair[0]) == wanted] for wanted in (False, True))
     config = model.config.get_text_config()
@@ -143,23 +138,13 @@ def belongs_to(model: PreTrainedModel) -> dict[str, Any]:
             "width": config.hidden_size,
             "dtype": str(model.dtype),
             "positions": json.loads(json.dumps(getattr(config, "rope_parameters", None), default=str)),
-            "weights": _digest(own),
+            "weights": fingerprint(dict(own)),
         },
         "policy": {
             **{str(i): policy.describe() for i, policy in enumerate(attached_policies(model))},
-            "weights": _digest(scorers),
+            "weights": fingerprint(dict(scorers)),
         },
     }
-
-
-def _digest(tensors: list[tuple[str, Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        flat = tensor.detach().flatten()
-        picked = flat[:: max(1, -(-flat.numel() // SAMPLES))]
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(picked.double().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _differences(there: dict[str, Any], here: dict[str, Any], inside: str = "") -> str:

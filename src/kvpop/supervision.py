@@ -1,164 +1,255 @@
-"""From what a layer did with a sequence to its scorer's loss: target, teacher decisions, boundary loss, and what to log."""
+"""From what layers did with a sequence to their scorers' loss: target, teacher decisions, boundary loss, and what to log.
+
+KV heads share no weights, so the scorers of several layers are one scorer with the heads of all of them: the work below is
+done for a stack of layers at once. Nothing here is part of the backbone's graph: queries, keys and values come detached.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpop.budget import Budget
-from kvpop.core.boundary import BoundaryLoss, TeacherTable, boundary_loss, decide, sample_arrivals, teacher_table
+from kvpop.core.boundary import (
+    BoundaryLoss,
+    Decisions,
+    TeacherTable,
+    boundary_losses,
+    decide,
+    decision_counts,
+    sample_arrivals,
+    teacher_tables,
+)
 from kvpop.core.cutoff import expiry
+from kvpop.core.priority import static_priority
 from kvpop.core.target import Target, floored, future_target
 from kvpop.documents import Documents
 from kvpop.ops.sparse_attention.api import NEVER, sparse_attention
 from kvpop.policies import LayerView, RankedLayer
+from kvpop.policies.base import cutoff_impl
+from kvpop.scorers import Scorer
 
-# Shapes: B batch, H KV heads, S sequence, N documents, L longest document.
+# Shapes: B batch, H KV heads of all layers of a stack, S sequence, N documents, L longest document, P decisions.
+
+
+class Stack:
+    """The scorers and decays of several layers as one: heads are laid one layer after the other.
+
+    The parameters stay those of the layers; gradients reach them. Raises ValueError for layers that differ in anything
+    but their weights.
+    """
+
+    def __init__(self, layers: Sequence[RankedLayer]) -> None:
+        first = layers[0]
+        for layer in layers:
+            mine, theirs = layer.describe(), first.describe()
+            unlike = [key for key in mine if key not in ("layer", "decay") and mine[key] != theirs[key]]
+            if unlike or layer.shape.kv_heads != first.shape.kv_heads:
+                raise ValueError(
+                    f"layers {first.shape.layer} and {layer.shape.layer} cannot be trained together: they differ in "
+                    f"{', '.join(unlike) or 'their number of KV heads'}"
+                )
+        self.layers, self.budget, self.decay_step = list(layers), first.budget, first.decay_step
+        with torch.random.fork_rng(devices=[]):
+            self.template = _Scoring(copy.deepcopy(first.scorer))
+        for module in self.template.modules():
+            if isinstance(module, Scorer):
+                module.heads *= len(layers)
+
+    def score(self, x_NHLE: Tensor, documents: Documents) -> Tensor:
+        """Raw scores in nats [N, H, L] of x = [k; v] of all heads, rows of documents."""
+        scorers = [dict(layer.scorer.state_dict(keep_vars=True)) for layer in self.layers]
+        stacked = {
+            f"scorer.{name}": torch.cat([scorer[name] for scorer in scorers]) if first.ndim else first
+            for name, first in scorers[0].items()
+        }
+        valid_NL = None if documents.is_trivial else documents.valid_rows(x_NHLE.shape[2])
+        return torch.func.functional_call(self.template, stacked, (x_NHLE, self.budget.window, valid_NL))
+
+    def log_gamma(self) -> Tensor:
+        """log gamma [H], nats a step."""
+        return torch.cat([layer.decay() for layer in self.layers])
+
+    def priority(self, score_NHL: Tensor, log_gamma_H: Tensor) -> Tensor:
+        position_L = torch.arange(score_NHL.shape[-1], device=score_NHL.device)
+        return static_priority(score_NHL, position_L, log_gamma_H, self.decay_step)
+
+
+class _Scoring(nn.Module):
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__()
+        self.scorer = scorer
+
+    def forward(self, x_NHLE: Tensor, window: int, valid_NL: Tensor | None) -> Tensor:
+        return self.scorer.score_sequence(x_NHLE, window, valid_NL)
 
 
 @dataclass(frozen=True)
 class Supervised:
-    """A layer's teacher signal, detached from everything: inputs of the scorer and what it should have said."""
+    """The teacher signal of a stack of layers on one batch, detached from everything: the scorers' inputs and what they
+    should have said under each of several budgets."""
 
-    layer: int
-    policy: RankedLayer
-    k: Tensor
-    v: Tensor
+    stack: Stack
+    x_NHLE: Tensor
     documents: Documents
     target_NHL: Tensor
     tables: tuple[TeacherTable, ...]
-    under_epsilon: float
-    above_one: float
+    edges_3H: Tensor
 
 
 @torch.no_grad()
-def supervise(view: LayerView, target: Target, budgets: Sequence[Budget], impl: str = "reference") -> Supervised:
-    """Form the future-attention target of one layer from its queries, keys and log-normalisers (Eq. 2, 3, 8, 9), and
-    what a teacher that ranks by it decides under each of ``budgets``. Teacher and student share the decay, detached here.
+def supervise(
+    views: Sequence[LayerView], target: Target, budgets: Sequence[Budget], impl: str = "reference",
+    stack: Stack | None = None,
+) -> Supervised:  # fmt: skip
+    """Form the future-attention target of the layers in ``views`` from their queries, keys and log-normalisers (Eq. 2, 3,
+    8, 9), and what a teacher that ranks by it decides under each of ``budgets``. Teacher and student share the decay.
+
+    ``stack``: the stack of exactly these layers, if it exists already. ``edges_3H`` counts the keys of each head whose
+    mass lies below epsilon, above 1, and all that have a future.
     """
-    policy, docs = view.policy, view.documents
-    assert isinstance(policy, RankedLayer)
-    lse = view.lse
+    if stack is None:
+        stack = Stack([view.policy for view in views])  # type: ignore[misc]
+    docs, scale = views[0].documents, views[0].scale
+    q, k, v = (torch.cat([getattr(view, name).detach() for view in views], dim=1) for name in ("q", "k", "v"))
     if target.lse == "dense":
-        never = torch.full(view.k.shape[:3], NEVER, dtype=torch.int32, device=view.k.device)
-        never = never.minimum(docs.end_BS[:, None].int())
-        _, lse = sparse_attention(view.q, view.k, view.v, never, scale=view.scale, impl=impl)  # type: ignore[arg-type]
+        never = torch.full(k.shape[:3], NEVER, dtype=torch.int32, device=k.device).minimum(docs.end_BS[:, None].int())
+        _, lse = sparse_attention(q, k, v, never, scale=scale, impl=impl)  # type: ignore[arg-type]
+    else:
+        lse = torch.cat([view.lse.detach() for view in views], dim=1)
     log_mass_BHS = future_target(
-        view.q, view.k, lse, docs, scale=view.scale, window=policy.budget.window, target=target,
-        impl=impl,  # type: ignore[arg-type]
+        q, k, lse, docs, scale=scale, window=stack.budget.window, target=target, impl=impl  # type: ignore[arg-type]
     )  # fmt: skip
     has_future = log_mass_BHS > -torch.inf
-    count = has_future.sum().clamp(min=1)
-    under = ((log_mass_BHS.exp() < target.epsilon) & has_future).sum() / count
-    above = (log_mass_BHS > 0).sum() / count
+    under = (log_mass_BHS.exp() < target.epsilon) & has_future
+    how = cutoff_impl(impl, docs)  # type: ignore[arg-type]
     target_NHL = docs.to_rows(floored(log_mass_BHS, target.epsilon))
-    priority_NHL = policy.priority(target_NHL)
     return Supervised(
-        layer=view.layer,
-        policy=policy,
-        k=view.k.detach(),
-        v=view.v.detach(),
+        stack=stack,
+        x_NHLE=docs.to_rows(torch.cat([k, v], dim=-1)),
         documents=docs,
         target_NHL=target_NHL,
-        tables=tuple(teacher_table(priority_NHL, budget) for budget in budgets),
-        under_epsilon=float(under),
-        above_one=float(above),
+        tables=tuple(teacher_tables(stack.priority(target_NHL, stack.log_gamma()), budgets, how, target_NHL)),
+        edges_3H=torch.stack([keys.sum((0, 2)) for keys in (under, log_mass_BHS > 0, has_future)]),
     )
 
 
-def scorer_loss(
-    teacher: Supervised,
-    score_NHL: Tensor,
-    config: BoundaryLoss,
-    budgets: Sequence[Budget],
-    generator: torch.Generator | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Boundary loss of a layer, averaged over the ``budgets`` it was supervised for, and per-head keep rate and accuracy."""
-    policy, docs = teacher.policy, teacher.documents
-    student_NHL = policy.priority(score_NHL)
-    losses: list[Tensor] = []
-    keep = right = count = torch.zeros(score_NHL.shape[1], dtype=torch.long, device=score_NHL.device)
-    for budget, table in zip(budgets, teacher.tables, strict=True):
-        arrival, valid = sample_arrivals(docs.length_N, budget, config, score_NHL.shape[-1], generator)
-        decisions = decide(table, arrival, valid)
-        losses.append(boundary_loss(student_NHL, decisions, config))
-        with torch.no_grad():
-            new = decisions.new_NP[:, None].expand_as(decisions.boundary_NHP)
-            margin = student_NHL.gather(-1, new) - student_NHL.gather(-1, decisions.boundary_NHP)
-            keep = keep + ((decisions.label_NHP > 0) & decisions.valid_NHP).sum((0, 2))
-            right = right + ((margin * decisions.label_NHP > 0) & decisions.valid_NHP).sum((0, 2))
-            count = count + decisions.valid_NHP.sum((0, 2))
-    stats = {"keep_H": keep, "right_H": right, "count_H": count}
-    return torch.stack(losses).mean(), stats
+def decisions_of(
+    teacher: Supervised, config: BoundaryLoss, budgets: Sequence[Budget], uniform_NP: Tensor | None = None
+) -> list[Decisions]:
+    """The decisions that the loss looks at, for each budget; ``uniform_NP`` as in ``sample_arrivals``."""
+    longest = teacher.target_NHL.shape[-1]
+    return [
+        decide(table, *sample_arrivals(teacher.documents.length_N, budget, config, longest, uniform_NP))
+        for budget, table in zip(budgets, teacher.tables, strict=True)
+    ]
+
+
+def scorer_losses(
+    teacher: Supervised, decisions: Sequence[Decisions], config: BoundaryLoss, counts_K4H: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The boundary losses of every layer, summed over its decisions under all budgets [layers], and the scores [N, H, L].
+
+    ``counts_K4H``: ``decision_counts`` for each budget, of all the decisions that are averaged together.
+    """
+    stack = teacher.stack
+    score_NHL = stack.score(teacher.x_NHLE, teacher.documents)
+    priority_NHL = stack.priority(score_NHL, stack.log_gamma())
+    losses = [
+        boundary_losses(priority_NHL, of_budget, config, counts_4H, len(stack.layers))
+        for of_budget, counts_4H in zip(decisions, counts_K4H, strict=True)
+    ]
+    return torch.stack(losses).sum(0), score_NHL.detach()
+
+
+def counts_of(decisions: Sequence[Decisions], config: BoundaryLoss) -> Tensor:
+    """``decision_counts`` of each budget: [K, 4, H]."""
+    return torch.stack([decision_counts(of_budget, config) for of_budget in decisions])
 
 
 @torch.no_grad()
 def teacher_recall(teacher: Supervised, score_NHL: Tensor, budget: Budget, min_future: int) -> Tensor:
-    """Share of the teacher's long-range tokens that the student keeps too, per KV head [H]; NaN if no row is long enough.
+    """How many of the teacher's long-range tokens the student keeps too, and how many there are, per KV head: [2, H].
 
     Read at each row's last query whose tokens all have at least ``min_future`` future queries behind the window.
     """
-    policy, docs = teacher.policy, teacher.documents
-    log_gamma_H = policy.decay().detach()
-    student = expiry(policy.priority(score_NHL.detach(), log_gamma_H), budget)
-    oracle = expiry(policy.priority(teacher.target_NHL.to(score_NHL.dtype), log_gamma_H), budget)
+    stack, docs = teacher.stack, teacher.documents
+    log_gamma_H = stack.log_gamma()
+    both = torch.cat([score_NHL.detach(), teacher.target_NHL.to(score_NHL.dtype)])
+    student, oracle = expiry(stack.priority(both, log_gamma_H), budget).chunk(2)
     q_N = (docs.length_N - 1 - min_future)[:, None, None]
     index = torch.arange(score_NHL.shape[-1], device=score_NHL.device)
     eligible = (index >= budget.sinks) & (index <= q_N - budget.window) & (q_N >= budget.slots)
     wanted = eligible & (q_N < oracle)
-    return (wanted & (q_N < student)).sum((0, 2)) / wanted.sum((0, 2))
+    return torch.stack([(wanted & (q_N < student)).sum((0, 2)), wanted.sum((0, 2))]).double()
 
 
 class Summary:
-    """What an optimizer step says about its scorers, gathered layer by layer and batch by batch.
+    """What an optimizer step says about its scorers: sums over batches and budgets, per head, so that they add up over
+    processes too.
 
-    Recall is that of ``budget``. Loss and accuracy are averages over decisions, NaN if there were none.
+    Recall is that of ``budget``; loss and accuracy are averages over decisions, NaN if there were none.
     """
 
-    def __init__(self, budget: Budget, min_future: int) -> None:
-        self.budget, self.min_future = budget, min_future
-        self.parts: dict[int, list[dict[str, Tensor]]] = {}
+    def __init__(self, layers: Sequence[RankedLayer], budget: Budget, min_future: int, recall: bool = True) -> None:
+        self.layers, self.budget, self.min_future, self.with_recall = list(layers), budget, min_future, recall
+        self.rows = {layer.shape.layer: i for i, layer in enumerate(self.layers)}
+        self.sums: Tensor | None = None  # [10, layers, heads of a layer], float64
 
-    def add(self, teacher: Supervised, score_NHL: Tensor, loss: Tensor, stats: dict[str, Tensor]) -> None:
-        """One layer on one batch, from what ``scorer_loss`` returned."""
-        part = {
-            **stats,
-            "loss": loss.detach() * stats["count_H"].sum(),
-            "recall": teacher_recall(teacher, score_NHL, self.budget, self.min_future).nanmean(),
-            "decay": teacher.policy.decay().detach(),
-            "under_epsilon": torch.tensor(teacher.under_epsilon),
-            "above_one": torch.tensor(teacher.above_one),
-        }
-        self.parts.setdefault(teacher.layer, []).append(part)
-
-    def _sum(self, layer: int, key: str) -> Tensor:
-        return torch.stack([part[key] for part in self.parts[layer]]).sum(0)
-
-    def decisions(self, layer: int) -> int:
-        """Decisions of a layer, over batches, heads and budgets."""
-        return int(self._sum(layer, "count_H").sum())
+    def add(
+        self, teacher: Supervised, decisions: Sequence[Decisions], losses_L: Tensor, counts_K4H: Tensor,
+        score_NHL: Tensor,
+    ) -> None:  # fmt: skip
+        """One stack on one batch, with the ``counts`` of this process alone."""
+        stack = teacher.stack
+        L = len(stack.layers)
+        priority = stack.priority(score_NHL, stack.log_gamma().detach())
+        right_H = torch.zeros(score_NHL.shape[1], dtype=torch.double, device=score_NHL.device)
+        kept_H = torch.zeros_like(right_H)
+        for of_budget in decisions:
+            new = of_budget.new_NP[:, None].expand_as(of_budget.boundary_NHP)
+            margin = priority.gather(-1, new) - priority.gather(-1, of_budget.boundary_NHP)
+            right_H += ((margin * of_budget.label_NHP > 0) & of_budget.valid_NHP).sum((0, 2))
+            kept_H += ((margin > 0) & of_budget.valid_NHP).sum((0, 2))
+        count_H, keep_H = counts_K4H.sum(0)[:2]
+        recall = (
+            teacher_recall(teacher, score_NHL, self.budget, self.min_future)
+            if self.with_recall
+            else torch.zeros(2, len(count_H), dtype=torch.double, device=count_H.device)
+        )
+        loss_H = (losses_L.detach().double() / (len(count_H) // L)).repeat_interleave(len(count_H) // L)
+        parts = torch.stack([count_H, keep_H, right_H, kept_H, loss_H, *recall, *teacher.edges_3H]).view(10, L, -1)
+        if self.sums is None:
+            self.sums = torch.zeros(10, len(self.layers), parts.shape[-1], dtype=torch.double, device=parts.device)
+        self.sums[:, [self.rows[layer.shape.layer] for layer in stack.layers]] += parts
 
     def record(self) -> dict[str, Any]:
-        """Means over layers; keep rates and decays per layer and head."""
-        count = {layer: self.decisions(layer) for layer in self.parts}
+        """Means over layers; keep rates, recall and decays per layer (and head)."""
+        if self.sums is None:
+            return {}
+        count, keep, right, kept, loss, hits, wanted, under, above, keys = self.sums.cpu().unbind()
+        decisions = count.sum(1)
 
-        def mean(values: Iterable[Tensor]) -> float:
-            return float(torch.stack([value.double().cpu() for value in values]).nanmean())
+        def mean(x: Tensor) -> float:
+            return float(x.nanmean())
 
-        return {
-            "score_loss": mean(self._sum(layer, "loss") / count[layer] for layer in self.parts),
-            "accuracy": mean(self._sum(layer, "right_H").sum() / count[layer] for layer in self.parts),
-            "decisions": sum(count.values()),
-            **{
-                key: mean(part[key] for parts in self.parts.values() for part in parts)
-                for key in ("recall", "under_epsilon", "above_one")
-            },
-            "keep": [
-                (self._sum(layer, "keep_H") / self._sum(layer, "count_H").clamp(min=1)).tolist() for layer in self.parts
-            ],
-            "decay": [parts[-1]["decay"].tolist() for parts in self.parts.values()],
+        record = {
+            "score_loss": mean(loss.sum(1) / decisions),
+            "accuracy": mean(right.sum(1) / decisions),
+            "decisions": int(count.sum()),
+            "under_epsilon": float(under.sum() / keys.sum().clamp(min=1)),
+            "above_one": float(above.sum() / keys.sum().clamp(min=1)),
+            "decided": count.long().tolist(),
+            "keep": (keep / count.clamp(min=1)).tolist(),
+            "student_keep": (kept / count.clamp(min=1)).tolist(),
+            "decay": [layer.decay().detach().tolist() for layer in self.layers],
         }
+        if self.with_recall:
+            record["recall"] = mean(hits / wanted)
+            record["recall_by_layer"] = (hits / wanted).nanmean(1).tolist()
+        return record

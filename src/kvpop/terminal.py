@@ -11,27 +11,49 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvpop.watch import collapse
+
 OUT, ERR = Console(), Console(stderr=True, highlight=False)
 
 
-class TrainingProgress(Progress):
-    """A bar with loss, accuracy, recall, tokens/s and time left; where stderr is no terminal, about 20 lines of text."""
+WARN_EVERY = 50
 
-    def __init__(self, steps: int) -> None:
+
+class TrainingProgress(Progress):
+    """A bar with loss, accuracy, recall, tokens/s, MFU and time left; where stderr is no terminal, about 20 lines of text.
+
+    Says so when the teacher's labels have collapsed, at most once in 50 steps.
+    """
+
+    def __init__(self, steps: int, quiet: bool = False) -> None:
         super().__init__(
             BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=ERR, disable=not ERR.is_terminal,
+            TextColumn("left"), TimeRemainingColumn(), console=ERR, disable=quiet or not ERR.is_terminal,
         )  # fmt: skip
-        self.steps = steps
+        self.steps, self.quiet = steps, quiet
+        self.warned: int | None = None
         self.task = self.add_task("first step", total=steps)
 
     def show(self, record: dict[str, Any]) -> None:
+        if self.quiet:  # another process speaks
+            return
         names = {"score_loss": "loss", "accuracy": "accuracy", "recall": "recall", "kl": "KL"}
-        parts = [f"{label} {record[name]:.3f}" for name, label in names.items() if name in record]
-        line = ", ".join([*parts, f"{record['tokens_per_s']:,.0f} tokens/s"])
+        parts = [f"{label} {record[name]:.3f}" for name, label in names.items() if record.get(name) is not None]
+        parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+        if record.get("mfu") is not None:
+            parts.append(f"MFU {record['mfu']:.0%}")
+        line = ", ".join(parts)
         self.update(self.task, completed=record["step"], description=line)
         if self.disable and record["step"] % max(1, self.steps // 20) == 0:
             typer.echo(f"step {record['step']} of {self.steps}: {line}", err=True)
+        self._warn(record)
+
+    def _warn(self, record: dict[str, Any]) -> None:
+        if self.warned is not None and record["step"] - self.warned < WARN_EVERY:
+            return
+        if warning := collapse(record):
+            self.warned = record["step"]
+            self.console.print(f"warning, step {record['step']}: {warning}", style="bold yellow", markup=False)
 
 
 def as_strict_json(value: Any) -> str:

@@ -14,13 +14,23 @@ import kvpop
 from kvpop.cli.distill import distill
 from kvpop.cli.evaluate import evaluate
 from kvpop.cli.generate import generate
-from kvpop.cli.options import JsonOption, app
+from kvpop.cli.options import ADAPTER, JsonOption, app
+from kvpop.cli.plan import plan
+from kvpop.cli.plot import plot
+from kvpop.cli.prepare import prepare
+from kvpop.cli.publish import publish
+from kvpop.cli.rollouts import rollouts
 from kvpop.jobs import read_adapter
 from kvpop.terminal import OUT, print_demo, print_facts, print_json
 
 app.command()(distill)
 app.command()(generate)
 app.command("eval")(evaluate)
+app.command()(plan)
+app.command()(plot)
+app.command()(publish)
+app.command()(prepare)
+app.command()(rollouts)
 
 
 def print_version(wanted: bool) -> None:
@@ -58,28 +68,34 @@ def demo(
 
 
 @app.command()
-def info(
-    directory: Annotated[Path, typer.Argument(help="Directory that distill wrote.")], as_json: JsonOption = False
-) -> None:
+def info(adapter: Annotated[str, typer.Argument(help=f"{ADAPTER}.")], as_json: JsonOption = False) -> None:
     """What an adapter holds."""
-    from kvpop.adapter import SCORERS, read_tensors
+    from kvpop.adapter import SCORERS, adapter_directory, read_tensors
 
+    directory = adapter_directory(adapter)
     config = read_adapter(directory)
-    parameters = sum(tensor.numel() for tensor in read_tensors(directory / SCORERS).values())
+    tensors = read_tensors(directory / SCORERS) if config["scorers"] else {}
+    parameters = sum(tensor.numel() for tensor in tensors.values())
     config = {"directory": str(directory), **config, "scorer_parameters": parameters}
     if as_json:
         print_json(config)
         return
-    policy, training = config["policy"], config.get("training", {})
-    slots = policy["budget"]
+    policy, training = dict(config["policy"]), config.get("training", {})
+    facts = {
+        "model": f"{config['model'].get('id')} ({', '.join(f'{v} {k}' for k, v in config['model'].items() if k != 'id')})",
+        "policy": policy.pop("name"),
+    }
+    if slots := policy.pop("budget", None):
+        facts["budget"] = (
+            f"{sum(slots.values())} slots per KV head: "
+            f"{slots['sinks']} sinks, {slots['window']} window, {slots['long']} long-range"
+        )
     OUT.print()
     print_facts(
         {
-            "model": f"{config['model'].get('id')} ({', '.join(f'{v} {k}' for k, v in config['model'].items() if k != 'id')})",
-            "budget": f"{sum(slots.values())} slots per KV head: "
-            f"{slots['sinks']} sinks, {slots['window']} window, {slots['long']} long-range",
-            "scorer": f"{policy['scorer']}, {parameters:,} parameters",
-            "decay": f"starts at {policy['decay']:g}, in {policy['decay_range']} nats a token",
+            **facts,
+            **policy,
+            "learned": f"{parameters:,} values of the policy",
             "base weights": config.get("base_weights") or "unchanged",
             "versions": ", ".join(f"{name} {version}" for name, version in config.get("versions", {}).items()),
             **{f"training: {key}": value for key, value in training.items() if key != "config"},

@@ -3,35 +3,77 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvpop.budget import Budget
-from kvpop.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption
-from kvpop.jobs import DEFAULT, load_model, placement, read_adapter, training_stream
+from kvpop.cli.options import ADAPTER, DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption
+from kvpop.cli.prepare import filters
+from kvpop.jobs import DEFAULT, check_data, load_model, placement, read_adapter, training_stream
 from kvpop.terminal import ERR, TrainingProgress, print_json
+
+if TYPE_CHECKING:
+    from kvpop.data import Corpus
+    from kvpop.distill import DistillConfig
+    from kvpop.policies import Policy
+
+BESIDE_A_RECIPE = ("out", "recipe", "data", "steps", "seed", "device", "watch", "checkpoint_every", "as_json")
+IN_MEMORY = 2 * 10**8
+"""Tokens of a corpus that are read and packed in memory; more must be prepared on disk first."""
+
+
+@dataclass
+class Job:
+    """A run as the trainer takes it, but for what has to be loaded."""
+
+    model: str
+    policy: Policy
+    config: DistillConfig
+    corpus: str | Corpus
+    length: int
+    batch_size: int
+    retrieval_share: float
+    max_tokens: int | None
+    dtype: str
 
 
 def distill(
-    out: Annotated[Path, typer.Option(help="Directory of checkpoint, log and adapter; give it again to go on.")],
+    ctx: typer.Context,
+    out: Annotated[Path, typer.Option(help="Directory of checkpoints, log and adapter; give it again to go on.")],
+    recipe: Annotated[str, typer.Option(help="A whole run by name, such as qwen3-8b:4096:mlp:full; see kvpop plan.")] = "",
     model: ModelOption = "smollm2",
-    data: Annotated[str, typer.Option(help="champ, a text or .jsonl file, a directory, or a hub dataset.")] = "champ",
+    data: Annotated[
+        str, typer.Option(help="champ, a text, .jsonl or .parquet file, a directory, a hub dataset, or what prepare wrote.")
+    ] = "champ",
+    policy: Annotated[str, typer.Option(help="kvpop, streaming (full, lora or base mode) or dms.")] = "kvpop",
     budget: Annotated[int, typer.Option(help="Slots per KV head: sinks + window + long-range.")] = DEFAULT.slots,
     sinks: Annotated[int, typer.Option(min=0)] = DEFAULT.sinks,
     window: Annotated[int, typer.Option(min=1)] = DEFAULT.window,
     scorer: Annotated[str, typer.Option(help="mlp, mlstm, mlstm-immediate or mlp+mlstm.")] = "mlp+mlstm",
-    mode: Annotated[str, typer.Option(help="scorer: the model stays as it is; full: it is distilled too.")] = "scorer",
+    start: Annotated[str, typer.Option(help=f"Go on from the scorers of an adapter. {ADAPTER}.")] = "",
+    ratio: Annotated[float, typer.Option(help="DMS: the compression to train for; 4 keeps a quarter.")] = 4.0,
+    gate: Annotated[str, typer.Option(help="DMS: mlp, or native (a channel of the query; full or lora mode).")] = "mlp",
+    mode: Annotated[
+        str, typer.Option(help="scorer: the model stays as it is; full: it is distilled too; lora: a low-rank change of it; "
+                               "base: it alone, the policy stays as it is.")
+    ] = "scorer",
     steps: Annotated[int, typer.Option(min=1)] = 200,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")] = 2048,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 1,
-    lr: Annotated[float, typer.Option(help="Peak learning rate of the scorers.")] = 1e-3,
-    base_lr: Annotated[float, typer.Option(help="Learning rate of the model in full mode.")] = 8e-5,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a pass, over all processes.")] = 1,
+    accumulate: Annotated[int, typer.Option(min=1, help="Passes of a step.")] = 1,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of the scorers or gates.")] = 1e-3,
+    base_lr: Annotated[float, typer.Option(help="Learning rate of the model, or of its low-rank change.")] = 8e-5,
+    lora_rank: Annotated[int, typer.Option(min=1)] = 16,
     seed: SeedOption = 0,
     inner_updates: Annotated[int, typer.Option(help="Scorer updates per forward pass (scorer mode).")] = 1,
     target_power: Annotated[float, typer.Option(help="Power mean over future queries; 1: the plain mean.")] = 1.0,
     aggregate: Annotated[str, typer.Option(help="max or mean over the query heads of a KV head.")] = "max",
+    lse: Annotated[str, typer.Option(help="The target's normaliser: sparse (the student's own) or dense.")] = "sparse",
+    regret: Annotated[float, typer.Option(help="Weight decisions by this power of the attention mass at stake; 0: no.")] = 0.0,
     decay: Annotated[
         float | None,
         typer.Option(
@@ -42,55 +84,83 @@ def distill(
     retrieval_share: Annotated[
         float, typer.Option(help="Share of sequences with facts stated early, asked late.")
     ] = 0.1,
+    where: Annotated[list[str] | None, typer.Option(help="field=value: only documents with this metadata.")] = None,
+    packing: Annotated[str, typer.Option(help="isolated or shared documents, as in kvpop prepare.")] = "isolated",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of text to read (default: one pass).")] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 50,
+    checkpointing: Annotated[bool, typer.Option(help="Keep only inputs of layers for the backward pass.")] = False,
+    watch: Annotated[
+        list[str] | None, typer.Option(help="tensorboard or wandb, beside the JSONL log. Repeatable.")
+    ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    compute: Annotated[
+        str, typer.Option(help="same, or bfloat16 copies of wider weights; auto: bfloat16 on a GPU where the model is trained.")
+    ] = "auto",
     impl: Annotated[str, typer.Option(help="reference or flex; auto: flex on a GPU.")] = "auto",
     as_json: JsonOption = False,
-) -> None:
-    """Train the scorers for a model and a budget. Ctrl-C is safe: the same command goes on from where it stopped."""
-    from kvpop.core.target import Target
-    from kvpop.data import texts_from
+) -> None:  # fmt: skip
+    """Train a policy for a model: scorers, gates, and if wanted the model. Ctrl-C is safe: the same command goes on from where
+    it stopped, also on another number of processes. Several GPUs: torchrun --nproc-per-node N -m kvpop distill ..."""
     from kvpop.distill import DistillConfig
     from kvpop.distill import distill as train
     from kvpop.models import model_id
-    from kvpop.policies import KVpop, LayerShape
-    from kvpop.tasks.training import MIN_LENGTH
+    from kvpop.policies import LayerShape
 
-    place, precision = placement(device, dtype)
-    S = sequence_length
-    start, low, high = (-5 / S, -20 / S, -0.1 / S) if decay is None else (decay, 10 * decay, decay / 20)
-    policy = KVpop(Budget.of_slots(budget, sinks=sinks, window=window), scorer, decay=start, decay_range=(low, high))
-    policy.layer(LayerShape(layer=0, heads=1, kv_heads=1, head_dim=8))  # unknown scorers and bad decays show here
+    place, _ = placement(device, "auto")
     if impl not in ("auto", "reference", "flex"):
         raise ValueError(f"--impl must be auto, reference or flex, got {impl!r}")
-    settings: dict[str, Any] = dict(
-        mode=mode, steps=steps, seed=seed, scorer_lr=lr, base_lr=base_lr, inner_updates=inner_updates,
-        impl=("flex" if place.type == "cuda" else "reference") if impl == "auto" else impl,
-    )  # fmt: skip
-    target = Target(aggregate=aggregate, power=target_power)  # type: ignore[arg-type]
-    config = DistillConfig(**settings, target=target, checkpoint_every=checkpoint_every)
-    needed = budget + config.loss.min_future
-    if needed > S:
-        raise ValueError(f"--sequence-length must be at least budget + {config.loss.min_future} = {needed}, got {S}")
-    if not 0 <= retrieval_share < 1:
-        raise ValueError(f"--retrieval-share must be in [0, 1), got {retrieval_share}")
-    if retrieval_share and S < MIN_LENGTH:
-        raise ValueError(
-            f"--sequence-length must be at least {MIN_LENGTH} for --retrieval-share {retrieval_share}, got {S}"
-        )
-    texts_from(data)
+    how: Any = ("flex" if place.type == "cuda" else "reference") if impl == "auto" else impl
+    if recipe:
+        given = [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
+        if strange := sorted(set(given) - set(BESIDE_A_RECIPE)):
+            raise ValueError(f"--recipe settles these itself: {', '.join('--' + n.replace('_', '-') for n in strange)}")
+        changes: dict[str, Any] = {
+            name: ctx.params[name] for name in ("steps", "seed", "checkpoint_every") if name in given
+        }
+        job = job_of(recipe, data if "data" in given else "", changes)
+    else:
+        if not 0 <= retrieval_share < 1:
+            raise ValueError(f"--retrieval-share must be in [0, 1), got {retrieval_share}")
+        S = sequence_length
+        span = (-5 / S, -20 / S, -0.1 / S) if decay is None else (decay, 10 * decay, decay / 20)
+        slots = Budget.of_slots(budget, sinks=sinks, window=window)
+        trains_model = mode in ("full", "base", "lora")
+        if compute == "auto":
+            compute = "bfloat16" if trains_model and place.type == "cuda" and dtype in ("auto", "float32") else "same"
+        config = DistillConfig(
+            mode=mode, steps=steps, seed=seed, scorer_lr=lr, base_lr=base_lr, inner_updates=inner_updates,  # type: ignore[arg-type]
+            accumulate=accumulate, lora_rank=lora_rank, impl=how, compute=compute, checkpointing=checkpointing,  # type: ignore[arg-type]
+            checkpoint_every=checkpoint_every, **objectives(target_power, aggregate, lse, regret),
+        )  # fmt: skip
+        job = Job(
+            model, chosen_policy(policy, slots, scorer, span, ratio, gate, start), config,
+            corpus_of(data, where or [], packing), S, batch_size, retrieval_share, max_tokens,
+            "float32" if dtype == "auto" and trains_model else dtype,
+        )  # fmt: skip
+    config = job.config
+    job.policy.layer(
+        LayerShape(layer=0, heads=1, kv_heads=1, head_dim=8)
+    ) if not start else None  # bad settings show here
+    check(job)
 
+    precision = placement(device, job.dtype)[1]
     with ERR.status("loading the model"):
-        base, tokenizer = load_model(model, precision, place)
-        teacher = copy.deepcopy(base) if mode == "full" else None
+        base, tokenizer = load_model(job.model, precision, place)
+        teacher = copy.deepcopy(base) if config.mode in ("full", "base") else None
     with ERR.status("reading and packing the texts"):
-        wanted = max_tokens or max(S, steps * batch_size * S)
-        stream = training_stream(data, tokenizer, S, batch_size, seed, wanted, retrieval_share)
-    ERR.print(f"{len(stream)} sequences of {S} tokens, {budget} slots per KV head, {steps} steps of {batch_size}")
+        wanted = job.max_tokens or max(job.length, config.steps * config.accumulate * job.batch_size * job.length)
+        stream = training_stream(
+            job.corpus, tokenizer, job.length, job.batch_size, config.seed, wanted, job.retrieval_share
+        )
+    leads = leading()
+    if leads:
+        ERR.print(
+            f"{len(stream)} sequences of {job.length} tokens, {job.policy.slots or 'a growing number of'} slots per KV head, "
+            f"{config.steps} steps of {config.accumulate * job.batch_size}"
+        )
     done = 0
-    with TrainingProgress(steps) as progress:
+    with TrainingProgress(config.steps, quiet=not leads) as progress:
 
         def on_step(record: dict[str, Any]) -> None:
             nonlocal done
@@ -98,13 +168,98 @@ def distill(
             progress.show(record)
 
         finished = train(
-            base, policy, stream, config, out, model_id=model_id(model), teacher=teacher, on_step=on_step
+            base, job.policy, stream, config, out, model_id=model_id(job.model), teacher=teacher, watch=watch or (),
+            on_step=on_step,
         )  # fmt: skip
-    if as_json:
+    if as_json and leads:
         facts = read_adapter(out)["training"] if finished else {"steps": done}
         print_json({"adapter": str(out) if finished else None, "finished": finished, "training": facts})
     if not finished:
-        typer.echo(f"interrupted at step {done}; run the same command to go on", err=True)
+        if leads:
+            typer.echo(f"interrupted at step {done}; run the same command to go on", err=True)
         raise typer.Exit(130)
-    if not as_json:
+    if not as_json and leads:
         typer.echo(f"adapter: {out}")
+
+
+def leading() -> bool:
+    """Whether this process speaks for all that torchrun started."""
+    import os
+
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def objectives(power: float, aggregate: str, lse: str, regret: float) -> dict[str, Any]:
+    from kvpop.core import BoundaryLoss, Target
+
+    loss = BoundaryLoss(regret=regret, balance=(1.0, 1.0)) if regret else BoundaryLoss()
+    return {"target": Target(aggregate=aggregate, power=power, lse=lse), "loss": loss}  # type: ignore[arg-type]
+
+
+def chosen_policy(
+    name: str, budget: Budget, scorer: str, decay: tuple[float, float, float], ratio: float, gate: str, start: str
+) -> Policy:
+    """The policy to train. Raises ValueError for an unknown name, and for scorers to start from that are not for it."""
+    from kvpop.policies import DMS, KVpop, Streaming
+
+    if start and name != "kvpop":
+        raise ValueError(f"--start takes up trained scorers: it goes with --policy kvpop, got {name!r}")
+    if name == "kvpop":
+        if start:
+            from kvpop.adapter import adapter_directory, load_policy
+
+            return load_policy(adapter_directory(start), budget)
+        first, low, high = decay
+        return KVpop(budget, scorer, decay=first, decay_range=(low, high))
+    if name == "streaming":
+        return Streaming(budget)
+    if name == "dms":
+        return DMS(window=budget.window, sinks=budget.sinks, ratio=ratio, gate=gate)  # type: ignore[arg-type]
+    raise ValueError(f"--policy must be kvpop, streaming or dms, got {name!r}")
+
+
+def corpus_of(data: str, where: list[str], packing: str) -> str | Corpus:
+    from kvpop.data import Corpus, is_prepared
+
+    if is_prepared(data):
+        if where or packing != "isolated":
+            raise ValueError(f"{data} is a prepared corpus: --where and --packing were settled by kvpop prepare")
+        return data
+    return Corpus(data, where=filters(where), packing=packing)  # type: ignore[arg-type]
+
+
+def job_of(recipe: str, data: str, changes: dict[str, Any]) -> Job:
+    """A recipe on as many GPUs as there are processes, with another corpus or other settings where they are given."""
+    import os
+
+    from kvpop.plan import make_plan
+    from kvpop.recipes import recipe_by_name
+
+    chosen = recipe_by_name(recipe).on(int(os.environ.get("WORLD_SIZE", "1")))
+    chosen = dataclasses.replace(chosen, config=dataclasses.replace(chosen.config, **changes))
+    make_plan(chosen).check()
+    corpus: str | Corpus = corpus_of(data, [], "isolated") if data else chosen.corpus
+    return Job(
+        chosen.model, chosen.policy, chosen.config, corpus, chosen.length, chosen.batch_size, 0.0, None,
+        "bfloat16" if chosen.shape.element_size == 2 else "float32",
+    )  # fmt: skip
+
+
+def check(job: Job) -> None:
+    """What can be known to be wrong before a model is loaded. Raises ValueError, FileNotFoundError."""
+    from kvpop.tasks.training import MIN_LENGTH
+
+    slots, future = job.policy.slots, job.config.loss.min_future
+    if slots is not None and slots + future > job.length:
+        raise ValueError(f"--sequence-length must be at least budget + {future} = {slots + future}, got {job.length}")
+    if job.retrieval_share and job.length < MIN_LENGTH:
+        raise ValueError(
+            f"--sequence-length must be at least {MIN_LENGTH} for --retrieval-share {job.retrieval_share}, got {job.length}"
+        )
+    check_data(job.corpus if isinstance(job.corpus, str) else job.corpus.source, job.length)
+    tokens = job.max_tokens or job.config.steps * job.config.accumulate * job.batch_size * job.length
+    if not isinstance(job.corpus, str) and tokens > IN_MEMORY:
+        raise ValueError(
+            f"{tokens:,} tokens are too many to hold in memory (at most {IN_MEMORY:,}): write them once with kvpop prepare "
+            f"--data {job.corpus.source} --length {job.length} --out DIR, then --data DIR"
+        )

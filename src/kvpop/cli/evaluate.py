@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvpop.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption, SinksOption, WindowOption
+from kvpop.cli.options import (
+    ADAPTER,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    SeedOption,
+    SinksOption,
+    WindowOption,
+)
 from kvpop.jobs import comparison, evaluation_texts, load_model, placement, retrieval_cells, retrieval_prompts
 from kvpop.terminal import ERR, as_strict_json, print_comparison, print_json
 
 
+def labelled(names: list[str]) -> dict[str, Path]:
+    """The directories of adapters by the last part of their names, or by the whole name where two share that."""
+    from kvpop.adapter import adapter_directory
+
+    last = {name: Path(name).resolve().name for name in names}
+    unique = {name: [*last.values()].count(label) == 1 for name, label in last.items()}
+    return {last[name] if unique[name] else name: adapter_directory(name) for name in last}
+
+
 def evaluate(
     model: ModelOption = "smollm2",
-    adapter: Annotated[list[Path] | None, typer.Option(help="Directory that distill wrote; repeatable.")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help=f"{ADAPTER}; repeatable.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="A training-free policy; repeatable.")] = None,
     budget: Annotated[list[int] | None, typer.Option(help="Slots per KV head; repeatable.")] = None,
     sinks: SinksOption = None,
@@ -37,9 +56,11 @@ def evaluate(
 ) -> None:
     """Compare policies with the dense model: KL, agreement, perplexity and retrieval, teacher-forced on the same text.
 
+    An adapter that changes the model's weights is measured with them; dense is the model as it was before, for all of them.
     Texts are scored from the largest budget on, where every policy has dropped something.
     """
-    from kvpop.adapter import load
+    from kvpop.adapter import changed_weights
+    from kvpop.attachment import attach, detach
     from kvpop.data import texts_from
     from kvpop.measure import compare_retrieval, compare_texts
 
@@ -53,7 +74,7 @@ def evaluate(
         raise ValueError(f"--depths must be numbers in [0, 1] with commas between, got {depths}") from error
     if not all(0 <= depth <= 1 for depth in places):
         raise ValueError(f"--depths must lie in [0, 1], got {depths}")
-    adapters = adapter or []
+    adapters = labelled(adapter or [])
     entries = comparison(adapters, policy or [], budget or [], sinks, window)
     start = max(entry.budget or 0 for entry in entries)
     if texts and length < start + 2:
@@ -63,8 +84,11 @@ def evaluate(
 
     with ERR.status("loading the model"):
         base, tokenizer = load_model(model, precision, place)
-        for directory in adapters:
-            load(base, directory)  # refuses what does not fit
+        weights = {label: changed_weights(base, directory) for label, directory in adapters.items()}
+        entries = [replace(entry, weights=weights.get(entry.label)) for entry in entries]
+        for entry in entries:
+            attach(base, entry.policy)  # refuses what does not fit
+        detach(base)
     sizes = (lengths or [length]) if passkey or needle else []
     with ERR.status("reading the texts"):
         ids, haystack = evaluation_texts(data, tokenizer, texts, length, max(sizes, default=0))

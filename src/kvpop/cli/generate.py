@@ -9,8 +9,17 @@ from typing import Annotated
 
 import typer
 
-from kvpop.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption, SinksOption, WindowOption
-from kvpop.jobs import chosen_budget, load_model, placement
+from kvpop.cli.options import (
+    ADAPTER,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    SeedOption,
+    SinksOption,
+    WindowOption,
+)
+from kvpop.jobs import chosen_budget, load_model, placement, read_adapter
 from kvpop.terminal import ERR, print_facts, print_json
 
 MB = 1e6
@@ -24,7 +33,7 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str | None:
 
 def generate(
     model: ModelOption = "smollm2",
-    adapter: Annotated[Path | None, typer.Option(help="Directory that distill wrote.")] = None,
+    adapter: Annotated[str | None, typer.Option(help=f"{ADAPTER}.")] = None,
     policy: Annotated[
         str | None, typer.Option(help="Instead: dense, streaming, streaming-cache, random or tova.")
     ] = None,
@@ -59,7 +68,7 @@ def generate(
     """Stream a generation; stderr shows what the cache holds beside what a dense one would need."""
     import torch
 
-    from kvpop.adapter import load, load_policy
+    from kvpop.adapter import adapter_directory, load, load_policy
     from kvpop.attachment import attach
     from kvpop.cache import BoundedCache
     from kvpop.policies import ByLayer, policy_by_name
@@ -81,8 +90,13 @@ def generate(
         raise ValueError("give either --prompt TEXT or --prompt-file FILE")
     if not 0 < top_p <= 1:
         raise ValueError(f"--top-p must be in (0, 1], got {top_p}")
-    slots = chosen_budget(budget, sinks, window, adapter, ratio, context)
-    trained = policy_by_name(policy, slots) if policy is not None else load_policy(adapter or "", slots)
+    directory = None if adapter is None else adapter_directory(adapter)
+    slots = None
+    if directory is None or "budget" in read_adapter(directory)["policy"]:
+        slots = chosen_budget(budget, sinks, window, directory, ratio, context)
+    elif any(option is not None for option in (budget, sinks, window, ratio, context)):
+        raise ValueError(f"{adapter} has no budget to change: --budget, --sinks, --window and --ratio do not apply")
+    trained = policy_by_name(policy, slots) if policy is not None and slots else load_policy(directory or "", slots)
     chosen = ByLayer.dense_first(trained, dense_layers)
     text = read_prompt(prompt, prompt_file)
     if text is not None and not text.strip():
@@ -93,10 +107,10 @@ def generate(
 
     with ERR.status("loading the model"):
         base, tokenizer = load_model(model, precision, place)
-        if adapter is None:
+        if directory is None:
             attach(base, chosen)
         else:
-            load(base, adapter, budget=slots, layers=chosen.layers)
+            load(base, directory, budget=slots, layers=chosen.layers)
     sampling = Sampling(temperature, top_p, top_k, seed)
     state = Session.load(session, base) if session is not None and going_on else Session(BoundedCache(base))
     state.generator = state.generator or sampling.generator()

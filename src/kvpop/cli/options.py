@@ -39,3 +39,4 @@ SeedOption = Annotated[int, typer.Option(min=0, help="Of every draw; a session g
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto: bfloat16 on a GPU, else float32.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+ADAPTER = 'A directory that distill wrote, "kvpop:smollm2" (carried by the package), or a hub name'

@@ -7,9 +7,10 @@ the arrival that drops it. ``expiry`` puts that integer in terms of query positi
 
 from __future__ import annotations
 
+import functools
 import heapq
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from kvpop.budget import Budget
 
 # Shapes: X any leading dimensions (rows, heads), A arrivals, S sequence.
 
-Impl = Literal["parallel", "heap", "brute"]
+Impl = Literal["parallel", "compiled", "heap", "brute"]
 
 NEVER = torch.iinfo(torch.int32).max
 
@@ -40,23 +41,17 @@ def running_cutoff(rank_XA: Tensor, k: int, impl: Impl = "parallel") -> Tensor:
 
     With k = 0 nothing is ever kept: the cutoff is A, above every rank. ``rank_XA`` is a permutation along its last
     dimension. ``impl``: "parallel" is a wavelet matrix, ceil(log2 A) rounds of cumsum and gather for all rows at once;
-    "heap" is one heap per row on the CPU, O(A log k) (0.3 us a token); "brute" sorts every prefix, for tests.
+    "compiled" is the same through torch.compile, once for every shape, for GPUs; "heap" is one heap per row on the CPU,
+    O(A log k) (0.3 us a token); "brute" sorts every prefix, for tests.
     """
-    if impl not in ("parallel", "heap", "brute"):
-        raise ValueError(f"unknown impl {impl!r}: choose 'parallel', 'heap' or 'brute'")
-    if k < 0:
-        raise ValueError(f"k must be at least 0 tokens, got {k}")
+    if impl not in get_args(Impl):
+        raise ValueError(f"unknown impl {impl!r}: choose one of {', '.join(get_args(Impl))}")
+    if impl in ("parallel", "compiled"):
+        return running_cutoffs(rank_XA, [k], impl)[0]
     A = rank_XA.shape[-1]
-    if k == 0:
-        return torch.full_like(rank_XA, A)
-    if k >= A:
-        cutoff_XA = torch.full_like(rank_XA, -1)
-        if k == A and A > 0:
-            cutoff_XA[..., -1] = 0
-        return cutoff_XA
-    if impl == "parallel":
-        cutoff_XA = _wavelet(rank_XA, k)
-    elif impl == "heap":
+    if not 0 < k < A:
+        return _trivial_cutoff(rank_XA, k)
+    if impl == "heap":
         cutoff_XA = _heap(rank_XA, k)
     else:
         cutoff_XA = torch.stack(
@@ -66,28 +61,67 @@ def running_cutoff(rank_XA: Tensor, k: int, impl: Impl = "parallel") -> Tensor:
     return cutoff_XA
 
 
-def _wavelet(rank_XA: Tensor, k: int) -> Tensor:
-    """k-th largest of every prefix, most significant bit first: follow the interval of the prefix through the levels."""
+def running_cutoffs(rank_XA: Tensor, ks: Sequence[int], impl: Impl = "parallel") -> list[Tensor]:
+    """``running_cutoff`` for several k at once: the work on the ranks is shared. ``impl``: "parallel" or "compiled"."""
     A = rank_XA.shape[-1]
-    level_XA = rank_XA.flatten(0, -2) if rank_XA.ndim > 1 else rank_XA[None]
-    N, device = level_XA.shape[0], level_XA.device
-    left = torch.zeros(N, A, dtype=torch.long, device=device)
-    right = torch.arange(1, A + 1, device=device).expand(N, A)
-    wanted = torch.full_like(left, k).minimum(right)  # short prefixes are overwritten by the caller
+    proper = sorted({k for k in ks if 0 < k < A})
+    found: dict[int, Tensor] = {}
+    if proper:
+        k_K11 = torch.tensor(proper, device=rank_XA.device)[:, None, None]
+        work = _compiled_wavelet() if impl == "compiled" else _wavelet
+        value_KNA = work(rank_XA.reshape(-1, A), k_K11)
+        found = dict(zip(proper, value_KNA.view(len(proper), *rank_XA.shape)))
+    for k, cutoff_XA in found.items():
+        cutoff_XA[..., : k - 1] = -1
+    return [found[k] if k in found else _trivial_cutoff(rank_XA, k) for k in ks]
+
+
+def _trivial_cutoff(rank_XA: Tensor, k: int) -> Tensor:
+    """The cutoff where k = 0 (nothing is kept) or k >= A (nothing is cut, at most by the last arrival)."""
+    if k < 0:
+        raise ValueError(f"k must be at least 0 tokens, got {k}")
+    A = rank_XA.shape[-1]
+    if k == 0:
+        return torch.full_like(rank_XA, A)
+    cutoff_XA = torch.full_like(rank_XA, -1)
+    if k == A and A > 0:
+        cutoff_XA[..., -1] = 0
+    return cutoff_XA
+
+
+def _wavelet(rank_NA: Tensor, k_K11: Tensor) -> Tensor:
+    """k-th largest of every prefix [K, N, A], most significant bit first: follow its interval through the levels.
+
+    Of prefixes shorter than k, the smallest.
+    """
+    level_NA, (N, A), K, device = rank_NA, rank_NA.shape, len(k_K11), rank_NA.device
+    index_A = torch.arange(A, device=device)
+    left = torch.zeros(K, N, A, dtype=torch.long, device=device)
+    right = (index_A + 1).expand(K, N, A)
+    wanted = k_K11.minimum(right)
     value = torch.zeros_like(left)
     for bit in reversed(range(max(1, (A - 1).bit_length()))):
-        is_one = (level_XA >> bit) & 1
-        ones = torch.nn.functional.pad(is_one.cumsum(-1), (1, 0))
-        zeros_total = A - ones[:, -1:]
-        ones_left, ones_right = ones.gather(1, left), ones.gather(1, right)
+        is_one_NA = (level_NA >> bit) & 1
+        ones_NA = torch.nn.functional.pad(is_one_NA.cumsum(-1), (1, 0))
+        zeros_N1 = A - ones_NA[:, -1:]
+        ones_KNA = ones_NA.expand(K, N, A + 1)
+        ones_left, ones_right = ones_KNA.gather(2, left), ones_KNA.gather(2, right)
         inside = ones_right - ones_left
         up = wanted <= inside
         value |= up.long() << bit
         wanted = torch.where(up, wanted, wanted - inside)
-        left = torch.where(up, zeros_total + ones_left, left - ones_left)
-        right = torch.where(up, zeros_total + ones_right, right - ones_right)
-        level_XA = level_XA.gather(1, is_one.argsort(dim=-1, stable=True))
-    return value.view(rank_XA.shape)
+        left = torch.where(up, zeros_N1 + ones_left, left - ones_left)
+        right = torch.where(up, zeros_N1 + ones_right, right - ones_right)
+        # Zeros to the front, ones behind them, both in order: no sort is needed, the counts say where each goes.
+        before_NA = ones_NA[:, :-1]
+        place_NA = torch.where(is_one_NA.bool(), zeros_N1 + before_NA, index_A - before_NA)
+        level_NA = torch.empty_like(level_NA).scatter_(1, place_NA, level_NA)
+    return value
+
+
+@functools.cache
+def _compiled_wavelet() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(_wavelet, dynamic=False)
 
 
 def _heap(rank_XA: Tensor, k: int) -> Tensor:

@@ -5,9 +5,10 @@
 from collections.abc import Callable
 
 from kvpop.budget import Budget
-from kvpop.policies.base import LayerPolicy, LayerShape, LayerView, Policy, RankedLayer, SequencePass
+from kvpop.policies.base import GateSampling, LayerPolicy, LayerShape, LayerView, Policy, RankedLayer, SequencePass
 from kvpop.policies.by_layer import ByLayer
 from kvpop.policies.dense import Dense
+from kvpop.policies.dms import DMS
 from kvpop.policies.kvpop import KVpop
 from kvpop.policies.oracle import Oracle
 from kvpop.policies.random import Random
@@ -33,9 +34,11 @@ def policy_by_name(name: str, budget: Budget) -> Policy:
 
 
 __all__ = [
+    "DMS",
     "POLICIES",
     "ByLayer",
     "Dense",
+    "GateSampling",
     "KVpop",
     "LayerPolicy",
     "LayerShape",

@@ -10,9 +10,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kvpop.budget import Budget
 from kvpop.core.cutoff import check_pins, expiry
@@ -54,6 +56,8 @@ class LayerView:
     scale: float
     documents: Documents
     score_NHL: Tensor | None = None
+    closed_BHS: Tensor | None = None
+    """Of a policy with gates: 1 on tokens whose gate closed, else 0; never on padding. With relaxed gates it has a gradient."""
 
 
 @dataclass
@@ -88,6 +92,23 @@ HANDOVER = Handover()
 Observer = Callable[[LayerView], None]
 
 
+@dataclass(frozen=True)
+class GateSampling:
+    """Relaxed gates, for training a policy that decides by gates (DMS); the others do not look at it.
+
+    ``uniform(layer, shape)`` returns the uniform numbers in (0, 1) that stand for chance, one for every decision
+    [B, H, S], on any device. It must return the same numbers when a layer is run again (activation checkpointing), and
+    others for other steps and ranks. Raises ValueError for a temperature that is not above 0.
+    """
+
+    temperature: float
+    uniform: Callable[[int, tuple[int, ...]], Tensor]
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"the temperature of relaxed gates must be above 0, got {self.temperature}")
+
+
 @dataclass
 class SequencePass:
     """What travels with one cache-free forward pass to every attention layer: ``model(ids, kvpop=SequencePass(...))``."""
@@ -97,6 +118,10 @@ class SequencePass:
     impl: Impl = "reference"
     pinned_BS: Tensor | None = None
     """True on tokens that must never be dropped, as ``BoundedCache.pin`` does for generation."""
+    gates: GateSampling | None = None
+    """Relax the gates of a policy that has them; None: gates are open or closed, as in generation."""
+    dense: bool = False
+    """Attend to everything, whatever the policy: the model as its own teacher. Nothing is observed."""
 
 
 class LayerPolicy(nn.Module, ABC):
@@ -122,6 +147,18 @@ class LayerPolicy(nn.Module, ABC):
     def describe(self) -> dict[str, object]:
         """What a saved store must agree on beside the weights: the policy, its sizes and settings, as plain values."""
         return {"kind": type(self).__name__, "layer": self.shape.layer}
+
+    taught_by = ""
+    """What its parameters learn from: "boundary" (the boundary loss), "kl" (the loss of the whole model), or nothing."""
+
+    def attend_densely(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
+        """Attention output [B, R, S, D] as without a policy; documents do not see each other. Nothing is observed."""
+        if seq.documents.is_trivial:
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        end_BHS = seq.documents.end_BS[:, None].expand(k.shape[:3]).int()
+        return sparse_attention(q, k, v, end_BHS, scale=scale, impl=seq.impl)[0]
 
     bounded = True
     """Whether the stores have a fixed size."""
@@ -162,18 +199,18 @@ class RankedLayer(LayerPolicy):
         super().__init__(shape)
         self.budget, self.decay_step = budget, decay_step
         self.scorer, self.decay = scorer, decay
+        self.taught_by = "boundary" if list(self.parameters()) else ""
 
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
-        score_NHL = self.score(k, v, seq.documents)
-        expiry_BHS = sequence_expiry(self.priority(score_NHL.detach()), self.budget, seq.documents, seq.pinned_BS)
+        with torch.no_grad():  # an expiry is an integer: the scorer learns from its own loss, outside this pass
+            score_NHL = self.score(k, v, seq.documents)
+            expiry_BHS = sequence_expiry(self.priority(score_NHL), self.budget, seq.documents, seq.pinned_BS, seq.impl)
         return self.attend_expiry(q, k, v, expiry_BHS, scale, seq, score_NHL)
 
     def score(self, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         """Raw scores in nats, rows of documents [N, H, L]. k and v are detached: no gradient reaches the backbone."""
         x_NHLE = documents.to_rows(torch.cat([k, v], dim=-1).detach())
-        valid_NL = None
-        if not documents.is_trivial:
-            valid_NL = torch.arange(x_NHLE.shape[2], device=x_NHLE.device) < documents.length_N[:, None]
+        valid_NL = None if documents.is_trivial else documents.valid_rows(x_NHLE.shape[2])
         return self.scorer.score_sequence(x_NHLE, self.budget.window, valid_NL)
 
     def priority(self, score_NHL: Tensor, log_gamma_H: Tensor | None = None) -> Tensor:
@@ -200,16 +237,24 @@ class RankedLayer(LayerPolicy):
 def pinned_rows(pinned_BS: Tensor, documents: Documents) -> Tensor:
     """The marks as rows of documents [N, 1, L], False past the end of a document."""
     rows_N1L = documents.to_rows(pinned_BS[:, None])
-    inside_NL = torch.arange(rows_N1L.shape[-1], device=rows_N1L.device) < documents.length_N[:, None]
-    return rows_N1L & inside_NL[:, None]
+    return rows_N1L & documents.valid_rows(rows_N1L.shape[-1])[:, None]
+
+
+def cutoff_impl(impl: Impl, documents: Documents) -> Literal["parallel", "compiled"]:
+    """How to follow the cutoff: compiled on a GPU, but not for packed documents, whose shapes change from batch to batch."""
+    return "compiled" if impl == "flex" and documents.is_trivial else "parallel"
 
 
 def sequence_expiry(
-    priority_NHL: Tensor, budget: Budget, documents: Documents, pinned_BS: Tensor | None = None
+    priority_NHL: Tensor,
+    budget: Budget,
+    documents: Documents,
+    pinned_BS: Tensor | None = None,
+    impl: Impl = "reference",
 ) -> Tensor:
     """Expiry [B, H, S] in positions of the packed sequence, cut at document ends; 0 on padding."""
     pinned_NHL = None if pinned_BS is None else pinned_rows(pinned_BS, documents).expand_as(priority_NHL)
-    local_NHL = expiry(priority_NHL, budget, pinned_XS=pinned_NHL).long()
+    local_NHL = expiry(priority_NHL, budget, cutoff_impl(impl, documents), pinned_NHL).long()
     expiry_BHS = documents.from_rows(local_NHL, fill=0) + documents.start_BS[:, None]
     return expiry_BHS.minimum(documents.end_BS[:, None]).int()
 

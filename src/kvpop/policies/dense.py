@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvpop.ops.sparse_attention.api import NEVER
 from kvpop.policies.base import LayerPolicy, LayerShape, Policy, SequencePass
@@ -15,10 +14,8 @@ from kvpop.slots import GrowingSlots, Slots
 
 class DenseLayer(LayerPolicy):
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
-        if seq.documents.is_trivial and seq.observe is None:
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
+        if seq.observe is None:
+            return self.attend_densely(q, k, v, scale, seq)
         never = torch.full(k.shape[:3], NEVER, dtype=torch.int32, device=k.device)
         return self.attend_expiry(q, k, v, never, scale, seq)
 

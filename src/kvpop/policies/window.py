@@ -26,6 +26,8 @@ class WindowLayer(LayerPolicy):
         expiry_BHS = seq.documents.end_BS[:, None].minimum(position_S + self.budget.window).expand(k.shape[:3]).int()
         return sparse_attention(q, k, v, expiry_BHS, scale=scale, impl=seq.impl)[0]
 
+    attend_densely = attend_sequence  # its window is part of the model
+
     def new_slots(self, k: Tensor, v: Tensor) -> Slots:
         scorer = ConstantScorer(self.shape.kv_heads, self.shape.head_dim).to(k.device)
         return RankedSlots(self.budget, scorer, torch.zeros(self.shape.kv_heads, device=k.device), 1, k, v)

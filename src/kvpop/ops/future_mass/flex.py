@@ -52,4 +52,4 @@ def future_mask(end_BS: Tensor, window: int, lookahead: int | None) -> BlockMask
     def future(b: Tensor, h: Tensor, t: Tensor, d: Tensor) -> Tensor:
         return (first_BS[b, t] <= d) & (d < stop_BS[b, t])
 
-    return blocks.block_mask(live_B1TD, full_B1TD, future)
+    return blocks.block_mask(live_B1TD, full_B1TD, future, backward=False)

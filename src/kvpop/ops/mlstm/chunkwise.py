@@ -1,6 +1,6 @@
 """The gated linear memory in chunks: an L x L form inside each chunk, a state handed from chunk to chunk (Eq. 10-12).
 
-Only the hand-over of the state is sequential; everything else is one batched product over all chunks.
+Nothing is sequential but sums of gate logarithms: everything else is a few batched products over all chunks.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Shapes: N rows, H KV heads, L tokens, K chunks of P positions (J as queries, S as sources), D features, V = value dim
-# + 1.
+# Shapes: N rows, H KV heads, L tokens, K chunks of P positions (J as queries, S as sources), T their
+# K + 1 borders, D features, V = value dim + 1.
 
 
 def chunkwise(
@@ -51,15 +51,18 @@ def chunkwise(
         m_end_NHK = m_NHKP[..., -1]
         m_start_NHK = torch.cat([m_NH.double()[..., None], m_end_NHK[..., :-1]], dim=-1)
 
-    # What each chunk adds to the state, and the hand-over.
+    # What each chunk adds to the state, and what has come together at its start: a product with the decays between chunks.
     to_end_NHKP = (b_end_NHK[..., None] - b_NHKP + log_i_NHKP - m_end_NHK[..., None]).to(dtype).exp()
     added_NHKDV = (k_NHKPD * to_end_NHKP[..., None]).mT @ v1_NHKPV
-    kept_NHK = (b_end_NHK + (m_start_NHK - m_end_NHK)).to(dtype).exp()
-    starts = []
-    for added_NHDV, kept_NH in zip(added_NHKDV.unbind(2), kept_NHK.unbind(2)):
-        starts.append(C_NHDV)
-        C_NHDV = kept_NH[..., None, None] * C_NHDV + added_NHDV
-    C_start_NHKDV = torch.stack(starts, dim=2)
+    forgotten_NHT = F.pad(b_end_NHK.cumsum(-1), (1, 0))  # before chunk T = 0..K, the last being the end of the sequence
+    m_NHT = torch.cat([m_NH.double()[..., None], m_end_NHK], dim=-1)
+    log_kept_NHTK = forgotten_NHT[..., :, None] - forgotten_NHT[..., None, 1:] + m_NHT[..., None, 1:] - m_NHT[..., None]
+    not_yet_TK = torch.ones(K + 1, K, dtype=torch.bool, device=q_NHLD.device).triu(0)
+    kept_NHTK = log_kept_NHTK.masked_fill(not_yet_TK, -1e30).to(dtype).exp()
+    from_before_NHT = (forgotten_NHT + m_NH.double()[..., None] - m_NHT).to(dtype).exp()
+    C_NHTDV = (kept_NHTK @ added_NHKDV.flatten(3)).unflatten(3, (D, V))
+    C_NHTDV = C_NHTDV + from_before_NHT[..., None, None] * C_NHDV[:, :, None]
+    C_start_NHKDV = C_NHTDV[:, :, :-1]
 
     # Readout: tokens of the own chunk through the matrix of weights, all earlier ones through the state at its start.
     later_JS = torch.ones(P, P, dtype=torch.bool, device=q_NHLD.device).triu(1)
@@ -67,4 +70,4 @@ def chunkwise(
     w_NHKJS = log_w_NHKJS.masked_fill(later_JS, -1e30).to(dtype).exp()
     from_start_NHKP = (b_NHKP + (m_start_NHK[..., None] - m_NHKP)).to(dtype).exp()
     r_NHKPV = (q_NHKPD @ k_NHKPD.mT * w_NHKJS) @ v1_NHKPV + (q_NHKPD * from_start_NHKP[..., None]) @ C_start_NHKDV
-    return r_NHKPV.reshape(N, H, K * P, V)[:, :, :L], C_NHDV, m_NHL[..., -1]
+    return r_NHKPV.reshape(N, H, K * P, V)[:, :, :L], C_NHTDV[:, :, -1], m_NHL[..., -1]

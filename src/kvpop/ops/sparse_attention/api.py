@@ -1,6 +1,8 @@
 """Attention over the keys an expiry keeps, with its log-normaliser.
 
 keep(h, q, t)  <=>  t <= q < expiry[h, t]
+
+Keys may also carry a bias: a gate that is neither open nor closed, for training through a decision.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ def sparse_attention(
     scale: float,
     q_pos_BQ: Tensor | None = None,
     k_pos_BHT: Tensor | None = None,
+    bias_BHT: Tensor | None = None,
+    bias_from: int = 0,
     impl: Impl = "reference",
 ) -> tuple[Tensor, Tensor]:
     """Attend from each query at position q to the keys with t <= q < expiry.
@@ -34,9 +38,12 @@ def sparse_attention(
     Query head r reads KV head r // G. Positions are integers in tokens; without them query i and key i both stand at i
     (then Q must equal T). A query without a single key gets a zero output and LSE -inf.
 
+    ``bias`` (nats, finite) is added to the logits of key t for the queries at a distance q - t >= ``bias_from`` (tokens);
+    it takes part in the LSE and gets a gradient.
+
     Returns (output [B, R, Q, V] in the dtype of v, LSE [B, R, Q] in float32 or wider, natural log: Eq. 9).
-    Raises ValueError for shapes that do not fit, an unknown ``impl``, and for ``impl="flex"`` with positions or
-    off a GPU.
+    Raises ValueError for shapes that do not fit, a negative ``bias_from``, an unknown ``impl``, and for ``impl="flex"``
+    with positions or off a GPU.
     """
     (B, R, Q, D), (_, H, T, _) = q_BRQD.shape, k_BHTD.shape
     if R % H:
@@ -46,6 +53,10 @@ def sparse_attention(
             f"shapes do not fit: q {tuple(q_BRQD.shape)}, k {tuple(k_BHTD.shape)}, v {tuple(v_BHTV.shape)}, "
             f"expiry {tuple(expiry_BHT.shape)}"
         )
+    if bias_BHT is not None and bias_BHT.shape != (B, H, T):
+        raise ValueError(f"the bias must have the shape of the expiry {(B, H, T)}, got {tuple(bias_BHT.shape)}")
+    if bias_from < 0:
+        raise ValueError(f"bias_from must be at least 0 tokens, got {bias_from}")
     if (q_pos_BQ is None) != (k_pos_BHT is None):
         raise ValueError("give positions for queries and keys, or for neither")
     if q_pos_BQ is None and Q != T:
@@ -53,13 +64,13 @@ def sparse_attention(
     if impl == "reference":
         from kvpop.ops.sparse_attention.reference import attend
 
-        return attend(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale, q_pos_BQ, k_pos_BHT)
+        return attend(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale, q_pos_BQ, k_pos_BHT, bias_BHT, bias_from)
     if impl == "flex":
         if q_pos_BQ is not None:
             raise ValueError("impl='flex' takes whole sequences only; use impl='reference' with explicit positions")
         from kvpop.ops.sparse_attention.flex import attend_sequence
 
-        return attend_sequence(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale)
+        return attend_sequence(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale, bias_BHT, bias_from)
     raise ValueError(f"unknown impl {impl!r}: choose 'reference' or 'flex'")
 
 

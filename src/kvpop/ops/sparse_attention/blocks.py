@@ -51,16 +51,18 @@ def interval_tiles(first_BHS: Tensor, stop_BHS: Tensor) -> tuple[Tensor, Tensor]
     return live, full
 
 
-def block_mask(live_BHQK: Tensor, full_BHQK: Tensor, mask_mod: MaskMod) -> BlockMask:
+def listed(tiles_BHQK: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles of each row are set, and which, those first: what FlexAttention reads."""
+    order = tiles_BHQK.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return tiles_BHQK.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
+
+
+def block_mask(live_BHQK: Tensor, full_BHQK: Tensor, mask_mod: MaskMod, backward: bool = True) -> BlockMask:
     """A FlexAttention mask from its tiles. ``mask_mod`` is evaluated in the live tiles that are not full.
 
-    On a GPU the kernel reads head ``query head % H`` of the mask: H must be 1 or the number of query heads.
+    On a GPU the kernel reads head ``query head % H`` of the mask: H must be 1 or the number of query heads. ``backward``:
+    list the tiles of each key block too, which only the backward pass reads.
     """
-
-    def listed(tiles_BHQK: Tensor) -> tuple[Tensor, Tensor]:
-        order = tiles_BHQK.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        return tiles_BHQK.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
-
     Q, K = live_BHQK.shape[-2:]
     return BlockMask.from_kv_blocks(
         *listed(live_BHQK & ~full_BHQK),
@@ -68,6 +70,7 @@ def block_mask(live_BHQK: Tensor, full_BHQK: Tensor, mask_mod: MaskMod) -> Block
         BLOCK_SIZE=BLOCK,
         mask_mod=mask_mod,
         seq_lengths=(Q * BLOCK, K * BLOCK),
+        compute_q_blocks=backward,
     )
 
 

@@ -22,6 +22,8 @@ def attend_sequence(
     v_BHSV: Tensor,
     expiry_BHS: Tensor,
     scale: float,
+    bias_BHS: Tensor | None = None,
+    bias_from: int = 0,
     *,
     permute: int | None = CHUNK,
 ) -> tuple[Tensor, Tensor]:
@@ -36,14 +38,20 @@ def attend_sequence(
     S, G = q_BRSD.shape[2], q_BRSD.shape[1] // k_BHSD.shape[1]
     q_BRSD, k_BHSD, v_BHSV = (blocks.padded(x, -2) for x in (q_BRSD, k_BHSD, v_BHSV))
     birth_BHS, expiry_BHS = lifetimes(blocks.padded(expiry_BHS, -1))
+    if bias_BHS is not None:
+        bias_BHS = blocks.padded(bias_BHS.float(), -1)
     if permute is not None:
         order_BHS = expiry_order(expiry_BHS, permute)
         inverse_BHS = order_BHS.argsort(dim=-1)
         k_BHSD = _Reorder.apply(k_BHSD, order_BHS, inverse_BHS)
         v_BHSV = _Reorder.apply(v_BHSV, order_BHS, inverse_BHS)
         birth_BHS, expiry_BHS = birth_BHS.gather(-1, order_BHS), expiry_BHS.gather(-1, order_BHS)
-    mask = lifetime_mask(birth_BHS, expiry_BHS, G)
-    out_BRSV, lse_BRS = blocks.run_flex(q_BRSD, k_BHSD, v_BHSV, mask, scale)
+        if bias_BHS is not None:
+            bias_BHS = _Reorder.apply(bias_BHS[..., None], order_BHS, inverse_BHS)[..., 0]
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BRSD, k_BHSD, v_BHSV))
+    mask = lifetime_mask(birth_BHS, expiry_BHS, G, backward=learns or bias_BHS is not None)
+    biased = None if bias_BHS is None else distant_bias(bias_BHS.contiguous(), birth_BHS, bias_from, G)
+    out_BRSV, lse_BRS = blocks.run_flex(q_BRSD, k_BHSD, v_BHSV, mask, scale, biased)
     return out_BRSV[:, :, :S], lse_BRS[:, :, :S]
 
 
@@ -61,7 +69,7 @@ def expiry_order(expiry_BHS: Tensor, chunk: int) -> Tensor:
     return ((chunk_S << 32) + expiry_BHS).argsort(dim=-1, stable=True)
 
 
-def lifetime_mask(birth_BHS: Tensor, expiry_BHS: Tensor, G: int) -> BlockMask:
+def lifetime_mask(birth_BHS: Tensor, expiry_BHS: Tensor, G: int, backward: bool = True) -> BlockMask:
     """The mask of R = H * G query heads over keys that live for the queries [birth, expiry), in any order of keys."""
     live_BHKQ, full_BHKQ = blocks.interval_tiles(birth_BHS, expiry_BHS)
     live_BRQK, full_BRQK = (x.mT.repeat_interleave(G, dim=1) for x in (live_BHKQ, full_BHKQ))
@@ -69,7 +77,19 @@ def lifetime_mask(birth_BHS: Tensor, expiry_BHS: Tensor, G: int) -> BlockMask:
     def alive(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (birth_BHS[b, h // G, kv] <= q) & (q < expiry_BHS[b, h // G, kv])
 
-    return blocks.block_mask(live_BRQK, full_BRQK, alive)
+    return blocks.block_mask(live_BRQK, full_BRQK, alive, backward)
+
+
+def distant_bias(bias_BHS: Tensor, birth_BHS: Tensor, first: int, G: int) -> blocks.ScoreMod:
+    """Add a key's bias to its scores with the queries from ``birth + first`` on, in any order of keys.
+
+    FlexAttention sums the gradient of the bias with atomic additions: in float32, and not bit for bit the same twice.
+    """
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + torch.where(q - birth_BHS[b, h // G, kv] >= first, bias_BHS[b, h // G, kv], 0.0)
+
+    return biased
 
 
 class _Reorder(torch.autograd.Function):

@@ -21,6 +21,8 @@ def attend(
     scale: float,
     q_pos_BQ: Tensor | None,
     k_pos_BHT: Tensor | None,
+    bias_BHT: Tensor | None = None,
+    bias_from: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See ``api.sparse_attention``. Softmax in float32 at least; memory is B x R x 128 x T."""
     B, R, Q, D = q_BRQD.shape
@@ -40,6 +42,9 @@ def attend(
             pos_q, pos_k = q_pos_BQ[:, None, start:stop, None], k_pos_BHT[:, :, None]
         keep_BHQT = (pos_k <= pos_q) & (pos_q < expiry_BHT[:, :, None, :last])
         logits_BHGQT = (q_BHXD @ k_BHDT[..., :last]).view(B, H, R // H, stop - start, last)
+        if bias_BHT is not None:
+            bias_BH1T = bias_BHT[:, :, None, :last].to(wide)
+            logits_BHGQT = logits_BHGQT + bias_BH1T.where(pos_q - pos_k >= bias_from, 0.0)[:, :, None]
         logits_BHGQT = logits_BHGQT.masked_fill_(~keep_BHQT[:, :, None], MASKED)
         weight_BHGQT = logits_BHGQT.softmax(-1)
         # log-sum-exp from the largest term, x - log softmax(x): two cheap reductions instead of another pass of exp.

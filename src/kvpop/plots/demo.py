@@ -1,28 +1,17 @@
-"""Figures from rows of results: plain data in, a PNG out, no model code."""
+"""The demo's figure: quality against budget, memory against tokens."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-# Okabe and Ito: told apart with every kind of colour vision.
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000",
-)  # fmt: skip
-COLOURS = (VERMILION, SKY, GREEN, ORANGE, PURPLE)
-MARKERS = ("s", "^", "D", "v", "P")
+from kvpop.plots.style import BLACK, BLUE, COLOURS, LEAST_KL, MARKERS, plt, save, tidy
+
 MB = 1e6
-LEAST_KL = 1e-7
-"""Where a KL of zero is drawn on the log axis: what float32 can tell from it."""
 
 
 def demo_figure(report: dict[str, Any], path: Path) -> None:
@@ -35,7 +24,7 @@ def demo_figure(report: dict[str, Any], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.9), dpi=120, layout="constrained")
     _quality(left, report["rows"])
     _memory(right, report["generation"])
-    _save(figure, path)
+    save(figure, path)
 
 
 def _quality(axes: Axes, rows: list[dict[str, Any]]) -> None:
@@ -76,7 +65,7 @@ def _quality(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.set_title("How far from the dense model (lower is better; dense = 0)", loc="left", fontsize=11)
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles, names, frameon=False, fontsize=9)
-    _tidy(axes)
+    tidy(axes)
 
 
 def _memory(axes: Axes, generation: dict[str, Any]) -> None:
@@ -100,71 +89,8 @@ def _memory(axes: Axes, generation: dict[str, Any]) -> None:
     axes.set_xlabel("tokens generated")
     axes.set_ylabel("KV-cache memory (MB)")
     axes.set_title("Memory while generating", loc="left", fontsize=11)
-    _tidy(axes)
-
-
-def training_figure(log_path: Path, path: Path) -> None:
-    """Loss, accuracy, recall and keep rate over the steps of a training log (JSONL, as ``distill`` writes it).
-
-    Raises ValueError if the log has no line.
-    """
-    rows = [json.loads(line) for line in Path(log_path).read_text().splitlines() if line.strip()]
-    if not rows:
-        raise ValueError(f"nothing to draw: {log_path} has no line")
-    panels = [
-        ("boundary loss", "score_loss", VERMILION, None),
-        ("accuracy of decisions", "accuracy", BLUE, 0.5),
-        ("recall of the teacher's set", "recall", GREEN, None),
-        ("share of arrivals the teacher keeps", "keep", PURPLE, None),
-    ]
-    figure, grid = plt.subplots(2, 2, figsize=(10, 5.6), dpi=120, sharex=True, layout="constrained")
-    steps = [row["step"] for row in rows]
-    for axes, (title, key, colour, chance) in zip(grid.flat, panels):
-        if key == "keep":
-            heads = [sorted(rate for layer in row["keep"] for rate in layer) for row in rows]
-            values = [sum(h) / len(h) if h else math.nan for h in heads]
-            low, high = ([h[int(q * (len(h) - 1))] if h else math.nan for h in heads] for q in (0.1, 0.9))
-            axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0, label="10 to 90 % of KV heads")
-        else:
-            values = [math.nan if row.get(key) is None else row[key] for row in rows]
-        axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.45, marker="." if len(steps) < 40 else None)
-        axes.plot(steps, _smooth(values), color=colour, linewidth=2.2)
-        if chance is not None:
-            axes.axhline(chance, color="#888888", linewidth=1, linestyle=":")
-            axes.annotate("chance", (1, chance), xycoords=("axes fraction", "data"), xytext=(-4, 3), ha="right",
-                          textcoords="offset points", color="#666666", fontsize=9)  # fmt: skip
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_ylabel("nats" if key == "score_loss" else "share")
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-        if key == "keep":
-            axes.legend(frameon=False, fontsize=9)
-        _tidy(axes)
-    for axes in grid[-1]:
-        axes.set_xlabel("training step")
-    _save(figure, path)
-
-
-def _smooth(values: list[float]) -> list[float]:
-    """Centred mean over about a tenth of the run, without gaps."""
-    reach = len(values) // 20
-    out = []
-    for i in range(len(values)):
-        near = [x for x in values[max(0, i - reach) : i + reach + 1] if not math.isnan(x)]
-        out.append(sum(near) / len(near) if near else math.nan)
-    return out
+    tidy(axes)
 
 
 def _megabytes(value: float) -> str:
     return f"{value:,.0f} MB" if value >= 100 else f"{value:.3g} MB"
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, color="#DDDDDD", linewidth=0.7)
-    axes.set_axisbelow(True)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, facecolor="white")
-    plt.close(figure)
