@@ -164,7 +164,7 @@ def _continue(
     longs = tuple(budget_of(slots).long for slots in BUDGETS)
     config = DistillConfig(
         steps=plan.steps, inner_updates=plan.updates, train_long=longs, scorer_lr=3e-4, target=Target(),
-        loss=BoundaryLoss(samples=0, min_future=64),
+        loss=BoundaryLoss(samples=0, min_future=64, regret=1.0, balance=(1.0, 1.0)),
     )  # fmt: skip
     task = progress.add_task("go on training the scorers", total=plan.steps, note="")
 

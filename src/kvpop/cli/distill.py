@@ -118,7 +118,7 @@ def distill(
         changes: dict[str, Any] = {
             name: ctx.params[name] for name in ("steps", "seed", "checkpoint_every") if name in given
         }
-        job = job_of(recipe, data if "data" in given else "", changes)
+        job = job_of(recipe, data if "data" in given else "", {**changes, "impl": how})
     else:
         if not 0 <= retrieval_share < 1:
             raise ValueError(f"--retrieval-share must be in [0, 1), got {retrieval_share}")
