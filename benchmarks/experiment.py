@@ -38,6 +38,7 @@ RETRIEVAL_SHARE = 0.3
 KEYS = 4
 
 # What each run differs in from DEFAULTS. Scorer mode trains for both budgets at once, the other modes for one.
+FIRST = {"torch": "2.11.0+cu130", "transformers": "5.17.0"}  # of rows from before they were recorded
 DEFAULTS: dict[str, Any] = dict(
     policy="kvpop", scorer="mlp+mlstm", mode="scorer", seed=0, steps=400, batch=4, inner=2, lr=2e-3, base_lr=8e-5, power=2.0,
     aggregate="max", lse="sparse", decay=-5.0, window=WINDOW, train_budget=None, share=RETRIEVAL_SHARE, emitted_by="next",
@@ -137,7 +138,7 @@ def evaluate(
     for entry, scores, tasks in zip(entries, compare_texts(model, texts, entries, start), retrieval):
         kept = budget_of(entry.budget or LENGTH // 2, settings["window"])
         slow = settings["policy"] == "tova"  # token by token
-        recall = {"recall": [], "held": []} if slow else compare_recall(model, texts[:8], [entry], kept)[0]
+        recall = {"recall": [], "held": []} if slow else compare_recall(model, texts[:8], [entry], kept, start=start)[0]
         row = scores.row(start)
         by_text = {"kl": row["kl_by_text"], "agreement": row["agreement_by_text"], "accuracy": row["accuracy_by_text"]}
         by_text["nll"] = [float(x.mean()) for x in scores.nll]
@@ -309,7 +310,10 @@ def one(name: str, options: argparse.Namespace) -> None:
     path = options.out / "rows" / f"{name.replace('/', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {"run": name, "settings": settings, "seconds": round(time.perf_counter() - started),
-            "seconds_trained": round(trained_seconds), "rows": rows}  # fmt: skip
+            "seconds_trained": round(trained_seconds), "rows": rows,
+            "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "command": f"python benchmarks/experiment.py run --group {name}"}  # fmt: skip
     path.write_text(json.dumps(done))
 
 
@@ -349,9 +353,10 @@ def collect(options: argparse.Namespace) -> None:
     rows = [{**row, "run": file["run"]} for file in files for row in file["rows"]]
     result = {
         "what": f"SmolLM2-135M-Instruct, S = {LENGTH}, held-out problems of champ",
-        "machine": options.machine,
-        "versions": {"torch": options.torch, "transformers": transformers.__version__},
-        "command": "python benchmarks/experiment.py run",
+        "machine": sorted({file.get("machine", options.machine) for file in files}),
+        "versions": [dict(v) for v in sorted({tuple(file.get("versions", FIRST).items()) for file in files})],
+        "command": "python benchmarks/experiment.py run --group "
+        + " ".join(sorted({f["run"].split("/")[0] for f in files})),
         "settings": {file["run"]: {**file["settings"], "seconds": file["seconds"]} for file in files},
         "rows": [{k: v for k, v in row.items() if k != "by_document"} for row in rows],
     }
@@ -375,7 +380,6 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=0)
     parser.add_argument("--machine", default="one NVIDIA H200")
-    parser.add_argument("--torch", default=torch.__version__)
     parser.add_argument("--result", type=Path, default=Path("benchmarks/results/smollm2-4k.json"))
     options = parser.parse_args()
     if options.job == "prepare":

@@ -28,6 +28,7 @@ from tests.training import (
     MODES,
     POLICY,
     SCORER,
+    UNWEIGHTED,
     assert_equal,
     log_of,
     packed,
@@ -35,6 +36,7 @@ from tests.training import (
     snapshot,
     stream,
     trainer,
+    unequal,
 )
 
 
@@ -354,7 +356,8 @@ OTHER_RUNS = {
     r"run.train_long: \[\] there, \[8, 3\] here": {"config": replace(SCORER, train_long=(8, 3))},
     r"policy.budget.long: 8 there, 7 here": {"policy": replace(POLICY, budget=Budget(2, 8, 7))},
     r"policy.scorer: 'mlp\+mlstm' there, 'mlp' here": {"policy": replace(POLICY, scorer="mlp")},
-    r"data: '\w+' there, '\w+' here": {"data": stream(batch_size=1)},
+    r"run.sequences a step: 2 there, 1 here": {"data": stream(batch_size=1)},
+    r"data: '\w+' there, '\w+' here": {"data": stream(count=7)},
 }  # fmt: skip
 
 
@@ -392,6 +395,20 @@ def test_a_checkpoint_of_the_same_weights_in_another_precision_is_refused(tmp_pa
 def test_what_does_not_change_the_result_may_change_when_a_run_goes_on(harmless: dict, tmp_path: Path) -> None:
     saved(trainer(SCORER), tmp_path)
     assert resume(trainer(replace(SCORER, **harmless)), tmp_path)
+
+
+def test_passes_of_another_size_are_the_same_run(tmp_path: Path) -> None:
+    """A recipe on other machines: one pass of four sequences, or two of two, go on from each other's checkpoints."""
+    config = replace(SCORER, loss=UNWEIGHTED, inner_updates=1, calibrate=False)
+    first = trainer(config, unequal(4))
+    first.step()
+    saved(first, tmp_path)
+    second = trainer(replace(config, accumulate=2), unequal(2))
+    assert resume(second, tmp_path)
+    first.step()
+    second.step()
+    for name, tensor in first.state().items():
+        torch.testing.assert_close(second.state()[name], tensor, rtol=1e-9, atol=1e-12)
 
 
 def test_a_description_without_a_checkpoint_is_no_claim(tmp_path: Path) -> None:

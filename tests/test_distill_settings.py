@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import math
 from dataclasses import replace
 from typing import Any
@@ -22,8 +23,8 @@ from kvpop.distill import DistillConfig, Trainer
 from kvpop.distill.optim import learning_rate
 from kvpop.distill.scoring import generator, rows_drawn
 from kvpop.documents import Documents
-from kvpop.policies import DMS, KVpop, LayerView, SequencePass, Streaming
-from kvpop.supervision import decisions_of
+from kvpop.policies import DMS, ByLayer, Dense, KVpop, LayerView, SequencePass, Streaming
+from kvpop.supervision import Supervised, decisions_of
 from tests.tiny import tiny_model
 from tests.training import (
     BUDGET,
@@ -271,3 +272,66 @@ def test_inner_updates_are_refused_where_the_model_is_trained(mode: str) -> None
     with pytest.raises(ValueError, match=f"{mode} mode takes 1, got 2"):
         DistillConfig(mode=mode, inner_updates=2)  # type: ignore[arg-type]
     assert dataclasses.asdict(DistillConfig())["inner_updates"] == 1
+
+
+# What cannot be trained, or not together
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    t = trainer(CONFIG_OF["full"])
+    t.step()
+    before = {name: x.clone() for name, x in t.state().items()}
+    with torch.no_grad():
+        t.model.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"step 2: base_grad is not finite: nothing was changed"):
+        t.step()
+    changed = {name for name, x in t.state().items() if not torch.equal(x, before[name])}
+    assert changed == {"param/lm_head.weight"}  # what the test put there
+
+
+def test_float16_weights_are_refused_where_a_kl_is_needed() -> None:
+    with pytest.raises(ValueError, match="the KL cannot train through float16"):
+        trainer(CONFIG_OF["full"], dtype=torch.float16)
+
+
+def test_layers_are_stacked_only_with_their_like() -> None:
+    t = trainer(SCORER)
+    assert t.scorers is not None
+    batch, views = t.batch(0), {}
+    t._forward(t.student, batch, lambda hidden, head: None, lambda view: views.setdefault(view.layer, view))
+    alike = list(views.values())
+    assert [len(group) for group in t.scorers._groups(alike)] == [2]
+    for change in (
+        {"scale": alike[1].scale * 2},
+        {"q": alike[1].q[:, ::2]},
+        {"v": alike[1].v[..., :4]},
+    ):
+        other = replace(alike[1], **change)
+        assert [len(group) for group in t.scorers._groups([alike[0], other])] == [1, 1]
+
+
+def test_budgets_that_differ_by_layer_are_refused_and_layers_that_do_not_learn_are_left_out() -> None:
+    policy = KVpop(BUDGET, scorer="mlp")
+    with pytest.raises(ValueError, match="layers 0 and 1 cannot be trained together: budgets"):
+        trainer(SCORER, policy=ByLayer(policy, {1: replace(policy, budget=Budget(2, 8, 7))}))
+    t = trainer(SCORER, policy=ByLayer(policy, {0: Dense()}))
+    assert t.step()["decisions"] > 0
+    assert t.observed == {1}
+
+
+def test_the_models_loss_is_backpropagated_without_a_stack_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    backward = torch.Tensor.backward
+
+    def counted(self, *args, **options):
+        if self.ndim == 0 and self.grad_fn is not None and len(alive) % 2 == 1:
+            gc.collect()
+            alive.append(sum(isinstance(o, Supervised) for o in gc.get_objects()))
+        else:
+            alive.append(-1)
+        return backward(self, *args, **options)
+
+    t = trainer(CONFIG_OF["full"])
+    monkeypatch.setattr(torch.Tensor, "backward", counted)
+    t.step()
+    assert alive == [-1, 0]  # the boundary losses, then the KL

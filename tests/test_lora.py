@@ -282,6 +282,7 @@ DAMAGE = {
     "config no object": (lambda d: (d / LORA_CONFIG).write_text("[]"), f"{LORA_CONFIG} cannot be read"),
     "another kind": (lambda d: edit_json(d / LORA_CONFIG, peft_type="IA3"), "type 'IA3', expected 'LORA'"),
     "targets": (lambda d: edit_json(d / LORA_CONFIG, target_modules=["wide"]), r"does not fit the model: .*\['wide'\]"),
+    "layers twice": (lambda d: edit_json(d / LORA_CONFIG, layer_replication=[[0, 1]]), "layer_replication"),
     "dora": (lambda d: edit_json(d / LORA_CONFIG, use_dora=True), "use_dora True: only plain LoRA"),
 }
 

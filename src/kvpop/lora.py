@@ -191,7 +191,12 @@ def _read_config(directory: Path) -> LoraConfig:
         config = _peft().LoraConfig.from_pretrained(str(directory))
     except (json.JSONDecodeError, AttributeError, TypeError) as error:
         raise AdapterError(f"{path} cannot be read: {error}") from error
-    for option in ("use_dora", "lora_bias", "modules_to_save"):
+    config.init_lora_weights = (
+        True  # what is read overwrites it; other ways to start would change the model's own weights
+    )
+    for option in (
+        "use_dora", "lora_bias", "modules_to_save", "layer_replication", "target_parameters", "trainable_token_indices",
+    ):  # fmt: skip
         if value := getattr(config, option, None):
             raise AdapterError(f"{path} has {option} {value}: only plain LoRA is supported")
     return config

@@ -238,17 +238,23 @@ def compare_retrieval(
 
 
 def compare_recall(
-    model: PreTrainedModel, texts: Sequence[Tensor], entries: Sequence[Entry], budget: Budget, min_future: int = 128
+    model: PreTrainedModel,
+    texts: Sequence[Tensor],
+    entries: Sequence[Entry],
+    budget: Budget,
+    min_future: int = 128,
+    start: int | None = None,
 ) -> list[dict[str, list[list[float]]]]:
     """Share of the k older tokens that will receive the most attention which each entry still holds, by layer and text.
 
     Read at the last position whose tokens all have at least ``min_future`` queries behind the window; attention is that of
     the entry's own pass (mean over future queries, Eq. 2, largest of the query heads). Also "held": the mean number of tokens
-    that a KV head holds over positions from ``budget.slots`` on. Both [layers][texts]. Detaches at the end.
+    that a KV head holds over positions from ``start`` (None: ``budget.slots``) on. Both [layers][texts]. Detaches at the end.
 
     Raises ValueError for a text that has no such position behind a full budget.
     """
     results: list[dict[str, list[list[float]]]] = []
+    first = budget.slots if start is None else start
     for text in texts:
         if len(text) - 1 - min_future < budget.slots:
             raise ValueError(
@@ -262,7 +268,7 @@ def compare_recall(
                 values: dict[str, list[float]] = {"recall": [], "held": []}
 
                 def observe(view: LayerView, values: dict[str, list[float]] = values) -> None:
-                    recall, held = _retention(view, budget, min_future)
+                    recall, held = _retention(view, budget, min_future, first)
                     values["recall"].append(recall)
                     values["held"].append(held)
 
@@ -274,7 +280,7 @@ def compare_recall(
     return results
 
 
-def _retention(view: LayerView, budget: Budget, min_future: int) -> tuple[float, float]:
+def _retention(view: LayerView, budget: Budget, min_future: int, start: int) -> tuple[float, float]:
     """Recall of one layer on one text, and how many tokens its KV heads hold on average."""
     S = view.k.shape[2]
     mass_HS = future_target(
@@ -286,8 +292,8 @@ def _retention(view: LayerView, budget: Budget, min_future: int) -> tuple[float,
     best_HK = mass_HS[:, budget.sinks : q - budget.window + 1].topk(budget.long, dim=-1).indices + budget.sinks
     recall = (expiry_HS.gather(-1, best_HK) > q).float().mean()
     position_S = torch.arange(S, device=expiry_HS.device)
-    lives_HS = (expiry_HS.clamp(max=S) - position_S.clamp(min=budget.slots)).clamp(min=0)
-    return float(recall), float(lives_HS.sum(-1).float().mean() / (S - budget.slots))
+    lives_HS = (expiry_HS.clamp(max=S) - position_S.clamp(min=start)).clamp(min=0)
+    return float(recall), float(lives_HS.sum(-1).float().mean() / (S - start))
 
 
 def interval(values: Sequence[float], seed: int = 0, draws: int = 2000) -> dict[str, float]:

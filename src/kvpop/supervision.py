@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,7 @@ class Supervised:
     target_NHL: Tensor
     tables: tuple[TeacherTable, ...]
     edges_3H: Tensor
+    cutoff: Literal["parallel", "compiled"] = "parallel"
 
 
 @torch.no_grad()
@@ -135,6 +136,7 @@ def supervise(
         documents=docs,
         target_NHL=target_NHL,
         tables=tuple(teacher_tables(stack.priority(target_NHL, stack.log_gamma()), budgets, how, target_NHL)),
+        cutoff=how,
         edges_3H=torch.stack([keys.sum((0, 2)) for keys in (under, log_mass_BHS > 0, has_future)]),
     )
 
@@ -181,7 +183,7 @@ def teacher_recall(teacher: Supervised, score_NHL: Tensor, budget: Budget, min_f
     stack, docs = teacher.stack, teacher.documents
     log_gamma_H = stack.log_gamma()
     both = torch.cat([score_NHL.detach(), teacher.target_NHL.to(score_NHL.dtype)])
-    student, oracle = expiry(stack.priority(both, log_gamma_H), budget).chunk(2)
+    student, oracle = expiry(stack.priority(both, log_gamma_H), budget, teacher.cutoff).chunk(2)
     q_N = (docs.length_N - 1 - min_future)[:, None, None]
     index = torch.arange(score_NHL.shape[-1], device=score_NHL.device)
     eligible = (index >= budget.sinks) & (index <= q_N - budget.window) & (q_N >= budget.slots)

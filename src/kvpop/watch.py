@@ -9,7 +9,9 @@ import json
 import math
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +45,15 @@ def read_log(path: Path) -> list[Record]:
     return records
 
 
+def plain(value: Any) -> Any:
+    """The value as strict JSON can hold it: numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class JsonLines:
     """One line of JSON a record, flushed at once.
 
@@ -60,7 +71,7 @@ class JsonLines:
         self.file = path.open("a")
 
     def write(self, record: Record) -> None:
-        self.file.write(json.dumps(record) + "\n")
+        self.file.write(json.dumps(plain(record)) + "\n")
         self.file.flush()
 
     def close(self) -> None:
@@ -130,6 +141,15 @@ class WandB:
 WRITERS = ("jsonl", "tensorboard", "wandb")
 
 
+def check_writers(names: Sequence[str]) -> None:
+    """Raise ValueError for an unknown name and ImportError, with what to install, for a missing package."""
+    for name in names:
+        if name not in WRITERS:
+            raise ValueError(f"unknown writer {name!r}: choose from {', '.join(WRITERS)}")
+        if name != "jsonl" and name not in sys.modules and find_spec(name) is None:
+            raise ImportError(f"the writer {name!r} needs a package: pip install 'kvpop[watch]'")
+
+
 def writers(
     names: Sequence[str], directory: Path, upto_step: int = 0, config: Mapping[str, Any] | None = None
 ) -> list[Writer]:
@@ -138,9 +158,7 @@ def writers(
     ``config`` (plain values) is shown beside the run where a writer can. Raises ValueError for an unknown name and
     ImportError, with what to install, for a missing package, both before any file is touched.
     """
-    for name in names:
-        if name not in WRITERS:
-            raise ValueError(f"unknown writer {name!r}: choose from {', '.join(WRITERS)}")
+    check_writers(names)
     made: list[Writer] = []
     if "tensorboard" in names:
         made.append(TensorBoard(directory, upto_step))

@@ -111,9 +111,9 @@ def distill(
     if impl not in ("auto", "reference", "flex"):
         raise ValueError(f"--impl must be auto, reference or flex, got {impl!r}")
     how: Any = ("flex" if place.type == "cuda" else "reference") if impl == "auto" else impl
+    given = {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
     if recipe:
-        given = [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
-        if strange := sorted(set(given) - set(BESIDE_A_RECIPE)):
+        if strange := sorted(given - set(BESIDE_A_RECIPE)):
             raise ValueError(f"--recipe settles these itself: {', '.join('--' + n.replace('_', '-') for n in strange)}")
         changes: dict[str, Any] = {
             name: ctx.params[name] for name in ("steps", "seed", "checkpoint_every") if name in given
@@ -125,6 +125,8 @@ def distill(
         S = sequence_length
         span = (-5 / S, -20 / S, -0.1 / S) if decay is None else (decay, 10 * decay, decay / 20)
         slots = Budget.of_slots(budget, sinks=sinks, window=window)
+        if start:
+            slots = started_budget(start, ctx.params, given)
         trains_model = mode in ("full", "base", "lora")
         if compute == "auto":
             compute = "bfloat16" if trains_model and place.type == "cuda" and dtype in ("auto", "float32") else "same"
@@ -189,6 +191,26 @@ def leading() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def started_budget(start: str, params: dict[str, Any], given: set[str]) -> Budget:
+    """The adapter's own budget, but for what was given. Raises ValueError for what the adapter settles, or does not hold."""
+    from kvpop.adapter import adapter_directory, read_config
+
+    if strange := sorted(given & {"scorer", "decay", "ratio", "gate"}):
+        raise ValueError(f"--start settles these itself: {', '.join('--' + name for name in strange)}")
+    config = read_config(adapter_directory(start))
+    if config["policy"].get("name") != "kvpop" or config.get("base_weights"):
+        raise ValueError(
+            f"--start takes scorers that rank tokens of an unchanged model; {start} holds policy "
+            f"{config['policy'].get('name')!r} and {config.get('base_weights') or 'no'} changed weights"
+        )
+    own = Budget(**config["policy"]["budget"])
+    return Budget.of_slots(
+        params["budget"] if "budget" in given else own.slots,
+        sinks=params["sinks"] if "sinks" in given else own.sinks,
+        window=params["window"] if "window" in given else own.window,
+    )
+
+
 def objectives(power: float, aggregate: str, lse: str, regret: float) -> dict[str, Any]:
     from kvpop.core import BoundaryLoss, Target
 
@@ -237,12 +259,19 @@ def job_of(recipe: str, data: str, changes: dict[str, Any]) -> Job:
 
     chosen = recipe_by_name(recipe).on(int(os.environ.get("WORLD_SIZE", "1")))
     chosen = dataclasses.replace(chosen, config=dataclasses.replace(chosen.config, **changes))
-    make_plan(chosen).check()
+    make_plan(chosen, memory_gb=gpu_gigabytes()).check()
     corpus: str | Corpus = corpus_of(data, [], "isolated") if data else chosen.corpus
     return Job(
         chosen.model, chosen.policy, chosen.config, corpus, chosen.length, chosen.batch_size, 0.0, None,
         "bfloat16" if chosen.shape.element_size == 2 else "float32",
     )  # fmt: skip
+
+
+def gpu_gigabytes() -> float | None:
+    """What a GPU of this machine holds; None without one."""
+    import torch
+
+    return torch.cuda.mem_get_info()[1] / 1e9 if torch.cuda.is_available() else None
 
 
 def check(job: Job) -> None:

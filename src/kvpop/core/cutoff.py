@@ -23,6 +23,9 @@ Impl = Literal["parallel", "compiled", "heap", "brute"]
 
 NEVER = torch.iinfo(torch.int32).max
 
+GRAPHS = 64
+"""How many shapes a process may compile the cutoff for; the next ones run uncompiled."""
+
 
 def ranks(priority_XA: Tensor, pinned_XA: Tensor | None = None) -> Tensor:
     """0 (worst) to A - 1 (best) by (pinned, priority, arrival): of equals the newer is better. NaN counts as -inf."""
@@ -68,8 +71,12 @@ def running_cutoffs(rank_XA: Tensor, ks: Sequence[int], impl: Impl = "parallel")
     found: dict[int, Tensor] = {}
     if proper:
         k_K11 = torch.tensor(proper, device=rank_XA.device)[:, None, None]
-        work = _compiled_wavelet() if impl == "compiled" else _wavelet
-        value_KNA = work(rank_XA.reshape(-1, A), k_K11)
+        rank_NA = rank_XA.reshape(-1, A)
+        if impl == "compiled":
+            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+                value_KNA = _compiled_wavelet()(rank_NA, k_K11)
+        else:
+            value_KNA = _wavelet(rank_NA, k_K11)
         found = dict(zip(proper, value_KNA.view(len(proper), *rank_XA.shape)))
     for k, cutoff_XA in found.items():
         cutoff_XA[..., : k - 1] = -1

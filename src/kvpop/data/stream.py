@@ -151,9 +151,11 @@ class SequenceStream:
         """Tokens of the longest document in any sequence."""
         return self.sequences.longest_document
 
-    def fingerprint(self) -> str:
-        """A digest of everything ``batch`` depends on: two streams with the same one give the same batches."""
-        digest = hashlib.sha256(f"{self.batch_size} {self.seed} {len(self)} {self.length}".encode())
+    def fingerprint(self, with_batch_size: bool = True) -> str:
+        """A digest of everything ``batch`` depends on: two streams with the same one give the same batches; without the batch
+        size, the same rows in the same order."""
+        size = f"{self.batch_size} " if with_batch_size else ""
+        digest = hashlib.sha256(f"{size}{self.seed} {len(self)} {self.length}".encode())
         self.sequences.identify(digest)
         return digest.hexdigest()[:16]
 

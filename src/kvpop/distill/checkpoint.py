@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Checkpoints:
     def __init__(self, directory: Path, trainer: Trainer) -> None:
         self.directory, self.trainer, self.world = directory, trainer, trainer.world
         self.pending: Future[Any] | None = None
+        self.saved: int | None = None
         # Its messages come from another thread: a group of their own keeps them apart from those of training.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         if self.group is None:
@@ -81,8 +83,11 @@ class Checkpoints:
         """Start to write the trainer's state; waits for the one before."""
         self.wait()
         target = path_of(self.directory, self.trainer.done)
-        if self.trainer.done in steps_saved(self.directory):
+        if (
+            self.trainer.done == self.saved
+        ):  # remembered, not looked up: processes may see another state of a file system
             return
+        self.saved = self.trainer.done
         if self.world.leads:
             shutil.rmtree(target, ignore_errors=True)  # the remains of a process that was killed
         self.world.barrier()
@@ -99,6 +104,13 @@ class Checkpoints:
         if self.world.leads:
             for step in steps_saved(self.directory)[:-KEPT]:
                 shutil.rmtree(path_of(self.directory, step))
+
+    def close(self) -> None:
+        """On the way out after an error: let what is being written come to its end, whatever that is."""
+        if self.pending is not None:
+            with suppress(Exception):
+                self.pending.result()
+            self.pending = None
 
     def resume(self) -> bool:
         """Go on from the last checkpoint, whatever number of processes wrote it; False if there is none."""
@@ -121,7 +133,7 @@ class Checkpoints:
         if missing:
             raise ValueError(f"{path} lacks {missing}")
         trainer.forget_moments(name.partition("/")[2] for name in mine if name not in there)
-        trainer.done = saved[-1]
+        trainer.done = self.saved = saved[-1]
         return True
 
 

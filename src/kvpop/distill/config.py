@@ -80,8 +80,3 @@ class DistillConfig:
             raise ValueError(f"warmup must be a share of the steps in [0, 1], got {self.warmup}")
         if any(long < 1 for long in self.train_long):
             raise ValueError(f"train_long must hold slots of at least 1, got {self.train_long}")
-
-    @property
-    def changes_model(self) -> bool:
-        """Whether the model computes something else after training, beside its attention pattern."""
-        return self.mode != "scorer"

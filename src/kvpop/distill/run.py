@@ -18,10 +18,10 @@ from kvpop.distill.checkpoint import Checkpoints
 from kvpop.distill.config import DistillConfig
 from kvpop.distill.trainer import Trainer
 from kvpop.distill.world import as_whole, process_group
-from kvpop.flops import ModelShape, flops_per_token, mfu, peak_flops
+from kvpop.flops import ModelShape, flops_by_part, mfu, peak_flops
 from kvpop.policies import Policy
 from kvpop.trained import Trained, settings_of
-from kvpop.watch import Writer, writers
+from kvpop.watch import Writer, check_writers, plain, writers
 
 FACTS = ("score_loss", "accuracy", "recall", "kl", "closed")
 
@@ -77,6 +77,7 @@ def distill(
     directory = Path(directory)
     inner = policy.policy if isinstance(policy, Trained) else policy
     settings_of(inner)  # raises for a policy that could not be saved
+    check_writers(watch)
     device = next(model.parameters()).device
     with process_group(device, needed=config.compute != "same") as world:
         trainer = Trainer(model, policy, stream, config, teacher, world)
@@ -90,6 +91,7 @@ def distill(
         try:
             finished, last = _train(trainer, checkpoints, logs, on_step)
         finally:
+            checkpoints.close()
             for log in logs:
                 log.close()
         if not finished:
@@ -99,7 +101,7 @@ def distill(
             "steps": trainer.done, "tokens": trainer.done * config.accumulate * stream.batch_size * stream.length,
             "length": stream.length, "config": dataclasses.asdict(config),
         }  # fmt: skip
-        facts.update({key: last[key] for key in FACTS if key in last})
+        facts.update(plain({key: last[key] for key in FACTS if key in last}))
         _save(trainer, inner, directory, model_id, facts)
     return True
 
@@ -141,15 +143,22 @@ def flops_of(trainer: Trainer) -> tuple[float, float | None]:
         shape = ModelShape.of(trainer.model.config)
     except ValueError:  # a kind of model whose FLOPs are not known
         return 0.0, None
-    flops = flops_per_token(
+    learns = trainer.scorers is not None
+    mode = trainer.config.mode if learns else ("lora" if trainer.config.mode in ("scorer", "lora") else "base")
+    target = trainer.config.target
+    parts = flops_by_part(
         shape,
         length=trainer.stream.length,
         budget=getattr(inner, "budget", None),
-        mode=trainer.config.mode,
-        scorer=getattr(inner, "scorer", "mlp") if trainer.scorers else "mlp",
+        mode=mode,  # without scorers it is the KL that counts: through frozen weights, or with theirs
+        scorer=getattr(inner, "scorer", "mlp") if learns else "mlp",
+        hidden=getattr(inner, "hidden", 0),
         inner_updates=trainer.config.inner_updates,
+        lookahead=target.lookahead,
+        dense_lse=target.lse == "dense",
         lora_parameters=sum(p.numel() for p in trainer.trained.lora),
     )
+    flops = sum(value for part, value in parts.items() if learns or part not in ("target", "scorers"))
     return flops, None if peak is None else peak * trainer.world.size
 
 

@@ -44,11 +44,11 @@ class Scorers:
             yield supervise(group, self.config.target, self.budgets, self.config.impl, self.stacks[layers])
 
     def _groups(self, views: Sequence[LayerView]) -> Iterator[list[LayerView]]:
-        """Runs of layers with as many heads each, small enough."""
+        """Runs of layers that are alike, small enough."""
         group: list[LayerView] = []
         for view in views:
             elements = view.k.numel() + view.v.numel()
-            alike = not group or group[0].k.shape == view.k.shape
+            alike = not group or _alike(group[0], view)
             if group and (not alike or (len(group) + 1) * elements > self.config.stack_elements):
                 yield group
                 group = []
@@ -96,6 +96,12 @@ class Scorers:
             for place, count in zip(batch.places, counts, strict=True)
         ]
         return torch.cat(rows).to(batch.ids.device)
+
+
+def _alike(a: LayerView, b: LayerView) -> bool:
+    """Whether two layers can be worked on as one with more heads."""
+    shapes = (a.q.shape, a.k.shape, a.v.shape) == (b.q.shape, b.k.shape, b.v.shape)
+    return shapes and a.scale == b.scale and a.k.device == b.k.device
 
 
 def gradient(p: Tensor) -> Tensor:

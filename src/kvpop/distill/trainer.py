@@ -26,7 +26,7 @@ from kvpop.distill.world import World, shard
 from kvpop.documents import Documents
 from kvpop.kl import TopLogits, distillation_kl, teacher_logits
 from kvpop.models import check_head
-from kvpop.policies import Dense, GateSampling, LayerView, Policy, RankedLayer, SequencePass
+from kvpop.policies import Dense, GateSampling, LayerPolicy, LayerView, Policy, RankedLayer, SequencePass
 from kvpop.policies.dms import closed_counts, shortfall, target_at
 from kvpop.supervision import Summary, Supervised
 from kvpop.trained import Trained as Adapter
@@ -45,6 +45,8 @@ class Trainer:
     ``teacher`` is a copy of it that stays frozen.
 
     With several processes (``world``) each takes its rows of every batch, and the weights are sharded over them.
+
+    Of the model, whatever policy it had is replaced, and what is not trained is left without ``requires_grad``.
 
     Raises ValueError if teacher and mode do not fit, if nothing would be trained, and if no sequence is long enough for a
     single boundary decision.
@@ -110,18 +112,24 @@ class Trainer:
                 f"nothing to train: {policy.name} has no parameters of its own, and the mode is {config.mode}"
             )
         if self.trained.by_kl:
+            if model.dtype == torch.float16:
+                raise ValueError("the KL cannot train through float16, its gradients vanish: load float32 or bfloat16")
             check_head(model)
         recipe = policy.policy if isinstance(policy, Adapter) else policy
         self.ratio = getattr(recipe, "ratio", None) if config.mode != "base" else None
         ranked = [layer for layer in self.layers if isinstance(layer, RankedLayer) and layer.taught_by == "boundary"]
         self.scorers = self._scorers(ranked if self.trained.scorers else [])
+        learns: set[LayerPolicy] = set(self.scorers.layers if self.scorers else ())
+        if self.ratio is not None:
+            learns |= {layer for layer in self.layers if layer.taught_by == "kl"}
+        self.observed = {layer.shape.layer for layer in learns}
         if config.inner_updates > 1 and self.scorers is None:
             raise ValueError(f"inner_updates is for policies that rank tokens; {policy.name} takes 1")
 
     def _prepare(self, model: PreTrainedModel) -> None:
         """Policy and low-rank change in place, drawn from the seed; no dropout; checkpointing where it is wanted."""
         config = self.config
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(config.seed)
             attach(model, self.policy)
             if config.mode == "lora" and not lora.lora_parameters(model):
@@ -147,6 +155,12 @@ class Trainer:
             raise ValueError(
                 f"a budget with {min(longs)} long-range slots decides nothing: at least 1 is needed to train"
             )
+        for layer in ranked[1:]:
+            if layer.budget != own or layer.shape.kv_heads != ranked[0].shape.kv_heads:
+                raise ValueError(
+                    f"layers {ranked[0].shape.layer} and {layer.shape.layer} cannot be trained together: budgets {own} and "
+                    f"{layer.budget}, {ranked[0].shape.kv_heads} and {layer.shape.kv_heads} KV heads"
+                )
         budgets = [Budget(own.sinks, own.window, long) for long in longs]
         needed = min(b.slots for b in budgets) + self.config.loss.min_future
         if self.stream.longest_document < needed:
@@ -163,6 +177,8 @@ class Trainer:
             return
         for language in dict.fromkeys((self.student, self.dense)):
             model = language.model
+            if not hasattr(model.get_decoder(), "layers"):
+                raise ValueError(f"{type(model).__name__} cannot be sharded: its decoder has no list of layers")
             small = {p for n, p in model.named_parameters() if ".kvpop." in n or ".lora_" in n}
             shard(language, model.get_decoder().layers, small, compute)
         self.trained = Trained.of(self.model, self.layers, self.config.mode)  # sharding puts others in their place
@@ -203,19 +219,14 @@ class Trainer:
         again: list[tuple[Batch, Supervised]] = []
         for batch in batches:
             views: dict[int, LayerView] = {}
-            observe = _first_of_each_layer(views) if self.scorers or self.ratio is not None else None
-
+            observe = _first_of_each_layer(views, self.observed) if self.observed else None
             if tokens is None:
                 with torch.no_grad():
                     self._forward(self.student, batch, lambda hidden, head: None, observe)
                 loss = None
             else:
                 loss = self._model_loss(batch, tokens, observe, views, totals)
-            if self.scorers:
-                for teacher in self.scorers.supervise(list(views.values())):
-                    self.scorers.learn(teacher, batch, summary=summary)
-                    if self.config.inner_updates > 1:
-                        again.append((batch, teacher))
+            again += self._learn_scorers(batch, views, summary)
             views.clear()
             if loss is not None:
                 loss.backward()
@@ -228,6 +239,18 @@ class Trainer:
         for total in totals.values():
             self.world.sum(total)
         return {**totals, **self._scores(summary), **norms}
+
+    def _learn_scorers(
+        self, batch: Batch, views: dict[int, LayerView], summary: Summary | None
+    ) -> list[tuple[Batch, Supervised]]:
+        """Gradients of the boundary losses; what a further update needs again. Nothing else stays in memory."""
+        kept = []
+        for teacher in self.scorers.supervise(list(views.values())) if self.scorers else ():
+            assert self.scorers is not None
+            self.scorers.learn(teacher, batch, summary=summary)
+            if self.config.inner_updates > 1:
+                kept.append((batch, teacher))
+        return kept
 
     def _scores(self, summary: Summary | None) -> dict[str, Any]:
         if summary is None:
@@ -320,6 +343,10 @@ class Trainer:
         for p in small:
             p.grad = gradient(p) / self.world.size
         norms = clipped(self.optimizer, self.config.clip)
+        if wrong := [name for name, norm in norms.items() if not bool(torch.isfinite(norm))]:
+            raise ValueError(
+                f"step {self.done + 1}: {', '.join(wrong)} is not finite: nothing was changed, the last checkpoint stands"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norms
@@ -327,8 +354,10 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         """What must agree for a checkpoint to be of this run: one entry a setting."""
         config = dataclasses.asdict(self.config)
-        for harmless in ("checkpoint_every", "log_every", "stack_elements", "checkpointing"):
+        # Passes of another size, a recipe on other machines, are the same run: a step sees the same sequences.
+        for harmless in ("checkpoint_every", "log_every", "stack_elements", "checkpointing", "accumulate"):
             config.pop(harmless)
+        config["sequences a step"] = self.config.accumulate * self.stream.batch_size
         started = self.policy
         policy = settings_of(started.policy if isinstance(started, Adapter) else started)
         if isinstance(started, Adapter):
@@ -344,7 +373,7 @@ class Trainer:
                 },
                 "run": config,
                 "policy": policy,
-                "data": self.stream.fingerprint(),
+                "data": self.stream.fingerprint(with_batch_size=False),
             }
         )
 
@@ -376,13 +405,13 @@ class Trainer:
             self.optimizer.state.pop(parameters[name], None)
 
 
-def _first_of_each_layer(views: dict[int, LayerView]) -> Observe:
-    """Keep what each layer shows first: the backward pass of gradient checkpointing runs it again, and keeping that would
-    keep all its activations."""
+def _first_of_each_layer(views: dict[int, LayerView], wanted: set[int]) -> Observe:
+    """Keep what each of these layers shows first: the backward pass of gradient checkpointing runs it again, and keeping that
+    would keep all its activations."""
     seen: set[int] = set()
 
     def observe(view: LayerView) -> None:
-        if view.layer not in seen:
+        if view.layer in wanted and view.layer not in seen:
             seen.add(view.layer)
             views[view.layer] = view
 
