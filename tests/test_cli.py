@@ -399,11 +399,33 @@ def test_answers_count_at_the_nearest_depth():
         (["--budget", "80", "--sequence-length", "310"], "at least 320 for --retrieval-share 0.1, got 310"),
         (["--data", "/no/such/texts"], "/no/such/texts"),
         (["--data", "champ:dev"], "'champ:dev'"),
+        (["--policy", "best"], "--policy must be kvpop, streaming or dms, got 'best'"),
+        (["--policy", "dms", "--ratio", "0.5"], "ratio must be at least 1 and finite, got 0.5"),
+        (["--policy", "dms", "--start", "kvpop:smollm2"], "it goes with --policy kvpop, got 'dms'"),
+        (["--start", "kvpop:smollm2", "--scorer", "mlp"], "--start settles these itself: --scorer"),
+        (["--start", "kvpop:nobody"], "no adapters called 'nobody'"),
+        (["--regret", "3"], "regret must be an exponent in [0, 2], got 3.0"),
+        (["--lse", "both"], "got 'both'"),
+        (["--watch", "paper"], "unknown writer 'paper'"),
+        (["--recipe", "qwen3-9b"], "unknown recipe 'qwen3-9b'"),
+        (["--recipe", "smollm2-135m", "--lr", "1"], "--recipe settles these itself: --lr"),
+        (["--recipe", "qwen3-8b:4096:mlp:full"], "GB"),
+        (["--where", "effort"], "--where is written field=value, got 'effort'"),
+        (["--steps", "100000", "--batch-size", "64"], "too many to hold in memory (at most 200,000,000)"),
     ],
 )
 def test_distill_refuses_before_the_model_is_loaded(tmp_path, no_model, words, message):
     assert message in refused("distill", "--out", tmp_path / "out", *words)
     assert not (tmp_path / "out").exists()
+
+
+def test_starting_from_trained_scorers_keeps_their_budget_but_for_what_is_given():
+    from kvpop.budget import Budget
+    from kvpop.cli.distill import started_budget
+
+    given = {"budget": 256, "sinks": 4, "window": 64}
+    assert started_budget("kvpop:smollm2", given, set()) == Budget(4, 64, 956)
+    assert started_budget("kvpop:smollm2", given, {"budget"}) == Budget(4, 64, 188)
 
 
 @pytest.mark.parametrize(

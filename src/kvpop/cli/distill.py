@@ -106,6 +106,7 @@ def distill(
     from kvpop.distill import distill as train
     from kvpop.models import model_id
     from kvpop.policies import LayerShape
+    from kvpop.watch import check_writers
 
     place, _ = placement(device, "auto")
     if impl not in ("auto", "reference", "flex"):
@@ -145,6 +146,7 @@ def distill(
         LayerShape(layer=0, heads=1, kv_heads=1, head_dim=8)
     ) if not start else None  # bad settings show here
     check(job)
+    check_writers(watch or ())
 
     precision = placement(device, job.dtype)[1]
     with ERR.status("loading the model"):
