@@ -389,7 +389,7 @@ def test_answers_count_at_the_nearest_depth():
         (["--aggregate", "min"], "got 'min'"),
         (["--target-power", "0"], "power must be positive, got 0.0"),
         (["--inner-updates", "0"], "inner_updates must be at least 1, got 0"),
-        (["--lr", "0"], "scorer_lr must be positive, got 0.0"),
+        (["--lr", "0"], "scorer_lr must be positive and finite, got 0.0"),
         (["--impl", "fast"], "--impl must be auto, reference or flex, got 'fast'"),
         (["--dtype", "int8"], "float32, bfloat16, float16, auto, got 'int8'"),
         (["--device", "toaster"], "--device toaster"),
@@ -411,7 +411,8 @@ def test_answers_count_at_the_nearest_depth():
         (["--recipe", "smollm2-135m", "--lr", "1"], "--recipe settles these itself: --lr"),
         (["--recipe", "qwen3-8b:4096:mlp:full"], "GB"),
         (["--where", "effort"], "--where is written field=value, got 'effort'"),
-        (["--steps", "100000", "--batch-size", "64"], "too many to hold in memory (at most 200,000,000)"),
+        (["--steps", "100000", "--batch-size", "64", "--data", "some/corpus"], "memory (at most 200,000,000)"),
+        (["--impl", "flex", "--device", "cpu"], "--impl flex needs a GPU"),
     ],
 )
 def test_distill_refuses_before_the_model_is_loaded(tmp_path, no_model, words, message):

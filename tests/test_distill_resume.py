@@ -397,6 +397,13 @@ def test_what_does_not_change_the_result_may_change_when_a_run_goes_on(harmless:
     assert resume(trainer(replace(SCORER, **harmless)), tmp_path)
 
 
+def test_checkpoints_without_a_description_are_nobodys(tmp_path: Path) -> None:
+    saved(trainer(SCORER), tmp_path)
+    (tmp_path / RUN).unlink()
+    with pytest.raises(ValueError, match=r"has checkpoints but no run\.json that says whose"):
+        run(tmp_path, SCORER)
+
+
 def test_passes_of_another_size_are_the_same_run(tmp_path: Path) -> None:
     """A recipe on other machines: one pass of four sequences, or two of two, go on from each other's checkpoints."""
     config = replace(SCORER, loss=UNWEIGHTED, inner_updates=1, calibrate=False)

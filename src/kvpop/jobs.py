@@ -100,10 +100,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from kvpop.models import EMBEDDED_NAMES, embedded_directory
+    from kvpop.models import model_location
 
     logging.set_verbosity_error()
-    where: str | Path = embedded_directory() if name in EMBEDDED_NAMES else name
+    where = model_location(name)
     return AutoTokenizer.from_pretrained(where, local_files_only=Path(where).is_dir())
 
 
@@ -191,6 +191,11 @@ def evaluation_texts(
 ) -> tuple[list[Tensor], list[int]]:
     """``count`` texts of ``length`` tokens (other documents first, then later pieces), and a haystack for ``longest``."""
     import torch
+
+    from kvpop.data import is_prepared
+
+    if is_prepared(data):
+        raise ValueError(f"{data} is a prepared corpus: what is measured are whole documents, give their source")
 
     from kvpop.data import documents_from
 

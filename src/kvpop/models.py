@@ -41,16 +41,26 @@ def load_base(
     ``name`` is ``"smollm2"`` (or ``"embedded"``) for the embedded model, a directory that ``save_pretrained`` wrote, or
     a hub name. The first two never touch the network.
 
-    Raises ImportError, with what to install, if the embedded model's packages are missing; OSError, from transformers,
+    Raises ImportError, with what to install, if the embedded model's packages are missing; FileNotFoundError for a path without
+    a model; OSError, from transformers,
     if ``name`` is neither a model directory nor known to the hub.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where: str | Path = embedded_directory() if name in EMBEDDED_NAMES else name
+    where = model_location(name)
     local = Path(where).is_dir()
     tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=local)
     model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, local_files_only=local)
     return model.to(device).eval(), tokenizer
+
+
+def model_location(name: str) -> str | Path:
+    """Where transformers finds the model of that name. Raises FileNotFoundError for what can only be a directory."""
+    if name in EMBEDDED_NAMES:
+        return embedded_directory()
+    if not Path(name).expanduser().is_dir() and (name[:1] in (".", "~", "/") or name.count("/") > 1):
+        raise FileNotFoundError(f"no model directory {name}")
+    return Path(name).expanduser() if Path(name).expanduser().is_dir() else name
 
 
 def cache_directory() -> Path:

@@ -111,6 +111,10 @@ def distill(
     place, _ = placement(device, "auto")
     if impl not in ("auto", "reference", "flex"):
         raise ValueError(f"--impl must be auto, reference or flex, got {impl!r}")
+    if impl == "flex" and place.type == "cpu":
+        raise ValueError(f"--impl flex needs a GPU, this run is on {place}: use reference")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: a run needs a directory")
     how: Any = ("flex" if place.type == "cuda" else "reference") if impl == "auto" else impl
     given = {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
     if recipe:
@@ -138,7 +142,7 @@ def distill(
         )  # fmt: skip
         job = Job(
             model, chosen_policy(policy, slots, scorer, span, ratio, gate, start), config,
-            corpus_of(data, where or [], packing), S, batch_size, retrieval_share, max_tokens,
+            corpus_of(data, where or [], packing, max_tokens), S, batch_size, retrieval_share, max_tokens,
             "float32" if dtype == "auto" and trains_model else dtype,
         )  # fmt: skip
     config = job.config
@@ -242,12 +246,12 @@ def chosen_policy(
     raise ValueError(f"--policy must be kvpop, streaming or dms, got {name!r}")
 
 
-def corpus_of(data: str, where: list[str], packing: str) -> str | Corpus:
+def corpus_of(data: str, where: list[str], packing: str, max_tokens: int | None = None) -> str | Corpus:
     from kvpop.data import Corpus, is_prepared
 
     if is_prepared(data):
-        if where or packing != "isolated":
-            raise ValueError(f"{data} is a prepared corpus: --where and --packing were settled by kvpop prepare")
+        if where or packing != "isolated" or max_tokens is not None:
+            raise ValueError(f"{data} is a prepared corpus: --where, --packing and --max-tokens were for kvpop prepare")
         return data
     return Corpus(data, where=filters(where), packing=packing)  # type: ignore[arg-type]
 
@@ -278,19 +282,30 @@ def gpu_gigabytes() -> float | None:
 
 def check(job: Job) -> None:
     """What can be known to be wrong before a model is loaded. Raises ValueError, FileNotFoundError."""
+    from kvpop.policies import KVpop
     from kvpop.tasks.training import MIN_LENGTH
+    from kvpop.trained import Trained
 
     slots, future = job.policy.slots, job.config.loss.min_future
-    if slots is not None and slots + future > job.length:
+    ranks = isinstance(job.policy, KVpop | Trained) and job.config.mode != "base"
+    if ranks and slots is not None and slots + future > job.length:
         raise ValueError(f"--sequence-length must be at least budget + {future} = {slots + future}, got {job.length}")
     if job.retrieval_share and job.length < MIN_LENGTH:
         raise ValueError(
             f"--sequence-length must be at least {MIN_LENGTH} for --retrieval-share {job.retrieval_share}, got {job.length}"
         )
-    check_data(job.corpus if isinstance(job.corpus, str) else job.corpus.source, job.length)
     tokens = job.max_tokens or job.config.steps * job.config.accumulate * job.batch_size * job.length
-    if not isinstance(job.corpus, str) and tokens > IN_MEMORY:
+    if not isinstance(job.corpus, str) and min(tokens, most_tokens(job.corpus.source)) > IN_MEMORY:
         raise ValueError(
             f"{tokens:,} tokens are too many to hold in memory (at most {IN_MEMORY:,}): write them once with kvpop prepare "
-            f"--data {job.corpus.source} --length {job.length} --out DIR, then --data DIR"
+            f"--data {job.corpus.source} --length {job.length} --out DIR, then --data DIR; or read less, with --max-tokens"
         )
+    check_data(job.corpus if isinstance(job.corpus, str) else job.corpus.source, job.length)
+
+
+def most_tokens(source: str) -> float:
+    """No more tokens than that are in a source: at most one a byte of a file; of a data set on the hub, who knows."""
+    path = Path(source)
+    if path.exists():
+        return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+    return IN_MEMORY if source.split(":")[0] == "champ" else float("inf")

@@ -64,6 +64,8 @@ def evaluate(
     from kvpop.data import texts_from
     from kvpop.measure import compare_retrieval, compare_texts
 
+    if out is not None and out.is_dir():
+        raise ValueError(f"--out {out} is a directory: the JSON needs a file")
     if not adapter and not policy:
         raise ValueError("nothing to compare: give --adapter DIR or --policy NAME")
     if not texts + passkey + needle:

@@ -182,7 +182,7 @@ def row_text(row: Row, tokenizer: Any, reasoning: Reasoning = "template") -> tup
         return value, False
     if not isinstance(value, list):
         raise ValueError(f"{row.where}: neither a field {row.field!r} nor 'messages', only {sorted(row.values)}")
-    if tokenizer is None:
+    if tokenizer is None or getattr(tokenizer, "chat_template", "its own") is None:
         raise ValueError(f"{row.where}: a conversation needs a tokenizer with a chat template")
     messages = [_with_reasoning(message) for message in value] if reasoning == "inline" else value
     tools = {"tools": row.values["tools"]} if row.values.get("tools") else {}

@@ -59,7 +59,9 @@ class Checkpoints:
         mine = json.loads(json.dumps(self.trainer.identity()))
         self.world.check_equal("the run", json.dumps(mine, sort_keys=True))
         path = self.directory / RUN
-        if path.is_file() and steps_saved(self.directory):
+        if steps_saved(self.directory) and not path.is_file():
+            raise ValueError(f"{self.directory} has checkpoints but no {RUN} that says whose: use another directory")
+        if steps_saved(self.directory):
             try:
                 saved = json.loads(path.read_text())
             except json.JSONDecodeError as error:

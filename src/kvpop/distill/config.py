@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -74,8 +75,8 @@ class DistillConfig:
         if self.mode != "scorer" and self.inner_updates != 1:
             raise ValueError(f"inner_updates is for scorer mode; {self.mode} mode takes 1, got {self.inner_updates}")
         for name in ("scorer_lr", "decay_lr_ratio", "base_lr", "clip", "gate_temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup must be a share of the steps in [0, 1], got {self.warmup}")
         if any(long < 1 for long in self.train_long):

@@ -345,7 +345,8 @@ class Trainer:
         norms = clipped(self.optimizer, self.config.clip)
         if wrong := [name for name, norm in norms.items() if not bool(torch.isfinite(norm))]:
             raise ValueError(
-                f"step {self.done + 1}: {', '.join(wrong)} is not finite: nothing was changed, the last checkpoint stands"
+                f"step {self.done + 1}: {', '.join(wrong)} is not finite: nothing was changed. A lower learning rate, from "
+                "the start, is the usual remedy"
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
