@@ -42,7 +42,7 @@ FIRST = {"torch": "2.11.0+cu130", "transformers": "5.17.0"}  # of rows from befo
 DEFAULTS: dict[str, Any] = dict(
     policy="kvpop", scorer="mlp+mlstm", mode="scorer", seed=0, steps=400, batch=4, inner=2, lr=2e-3, base_lr=8e-5, power=2.0,
     aggregate="max", lse="sparse", decay=-5.0, window=WINDOW, train_budget=None, share=RETRIEVAL_SHARE, emitted_by="next",
-    regret=0.0, balance=True,
+    regret=1.0, balance=False,
 )  # fmt: skip
 SCORERS = {"mlp": "mlp", "mlstm": "mlstm", "immediate": "mlstm-immediate", "sum": "mlp+mlstm"}
 
@@ -67,10 +67,7 @@ def all_runs() -> dict[str, dict[str, Any]]:
         "no-decay": dict(decay=0.0), "decay-1": dict(decay=-1.0), "decay-small": dict(decay=-0.2),
         "w32": dict(window=32), "w128": dict(window=128), "lr1": dict(lr=1e-3),
         "lr4": dict(lr=4e-3), "no-retrieval": dict(share=0.0), "half-retrieval": dict(share=0.5),
-        "regret-1": dict(scorer="mlp", regret=1.0, balance=False), "regret-half": dict(scorer="mlp", regret=0.5, balance=False),
-        "regret-1-p1": dict(scorer="mlp", regret=1.0, balance=False, power=1.0),
-        "regret-half-balance": dict(scorer="mlp", regret=0.5),
-        "regret-sum": dict(regret=0.5, balance=False), "unbalanced": dict(scorer="mlp", balance=False),
+        "paper-weights": dict(regret=0.0, balance=True), "unbalanced": dict(regret=0.0), "regret-half": dict(regret=0.5),
         "long": dict(steps=1200), "dms-self": dict(policy="dms", emitted_by="self", train_budget=512),
     }  # fmt: skip
     for name, settings in ablations.items():
