@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvpop.distill.trainer as trainer_module
 import kvpop.lora
 from kvpop.attachment import attach, attached_policies
 from kvpop.budget import Budget
@@ -244,6 +245,8 @@ WRONG_SETTINGS = [
     ("compute", "float16", "compute must be one of same, bfloat16, got 'float16'"),
     ("lora_rank", 0, "lora_rank must be at least 1, got 0"),
     ("stack_elements", 0, "stack_elements must be at least 1, got 0"),
+    ("gate_ramp", 0.0, r"gate_ramp must be a share of the steps in \(0, 1\], got 0.0"),
+    ("gate_ramp", 1.1, r"gate_ramp must be a share of the steps in \(0, 1\], got 1.1"),
     ("gate_temperature", 0.0, "gate_temperature must be positive and finite, got 0.0"),
     ("steps", 0, "steps must be at least 1, got 0"),
     ("accumulate", 0, "accumulate must be at least 1, got 0"),
@@ -335,3 +338,13 @@ def test_the_models_loss_is_backpropagated_without_a_stack_in_memory(monkeypatch
     monkeypatch.setattr(torch.Tensor, "backward", counted)
     t.step()
     assert alive == [-1, 0]  # the boundary losses, then the KL
+
+
+def test_what_gates_are_to_drop_rises_over_the_ramp_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    aims: list[float] = []
+    original = trainer_module.shortfall
+    monkeypatch.setattr(trainer_module, "shortfall", lambda *given: aims.append(given[2]) or original(*given))
+    t = trainer(replace(SCORER, steps=4, gate_ramp=0.5), policy=DMS(window=8, ratio=4))
+    for _ in range(4):
+        t.step()
+    assert aims == [0.375, 0.75, 0.75, 0.75]

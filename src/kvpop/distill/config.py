@@ -25,7 +25,8 @@ class DistillConfig:
     ``calibrate``: set the scorers' input standardisation on the first batch.
 
     ``kl_top`` teacher logits enter the KL (the rest as one bucket); ``kl_chunk`` tokens of logits exist at once.
-    ``gate_temperature``: of the relaxed gates of DMS. ``lora_rank``: of the low-rank change in lora mode (its learning rate
+    ``gate_temperature``: of the relaxed gates of DMS; what they are to drop rises over the first
+    ``gate_ramp`` of the steps and stays. ``lora_rank``: of the low-rank change in lora mode (its learning rate
     is ``base_lr``).
 
     ``compute``: "same" as the weights, or "bfloat16" copies of them for every pass while the weights that are trained, and
@@ -51,6 +52,7 @@ class DistillConfig:
     kl_top: int = 256
     kl_chunk: int = 1024
     gate_temperature: float = 0.1
+    gate_ramp: float = 1.0
     lora_rank: int = 16
     target: Target = field(default_factory=Target)
     loss: BoundaryLoss = field(default_factory=BoundaryLoss)
@@ -77,6 +79,8 @@ class DistillConfig:
         for name in ("scorer_lr", "decay_lr_ratio", "base_lr", "clip", "gate_temperature"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if not 0 < self.gate_ramp <= 1:
+            raise ValueError(f"gate_ramp must be a share of the steps in (0, 1], got {self.gate_ramp}")
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup must be a share of the steps in [0, 1], got {self.warmup}")
         if any(long < 1 for long in self.train_long):

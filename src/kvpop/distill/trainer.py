@@ -285,7 +285,7 @@ class Trainer:
             count = self.world.sum(count.clone())
             closed = closed + (self.world.sum(closed.detach().clone()) - closed).detach()
             share = self.world.sum(share.clone())
-        aim = target_at((self.done + 1) / config.steps, self.ratio)
+        aim = target_at((self.done + 1) / (config.steps * config.gate_ramp), self.ratio)
         totals["closed"] = totals.get("closed", 0) + closed.detach() / count.clamp(min=1) * share / self.world.size
         return loss + shortfall(closed, count, aim) * share * self.world.size
 
