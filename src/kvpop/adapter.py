@@ -28,7 +28,7 @@ from kvpop.attachment import attach, attached_policies
 from kvpop.budget import Budget
 from kvpop.hub import CONFIG, SCORERS, adapter_directory, pretrained
 from kvpop.policies import ByLayer, Policy
-from kvpop.trained import TRAINABLE, Trained, learned_tensors, policy_from, settings_of
+from kvpop.trained import TRAINABLE, Trained, learned_tensors, policy_from, recipe_of, settings_of
 from kvpop.weights import (
     BASE,
     BASE_INDEX,
@@ -90,7 +90,7 @@ def save_adapter(
     weights. Raises ValueError for a policy that adapters do not hold or that is not attached, and for ``with_base`` of a
     model with LoRA layers; AdapterError if ``base`` is not what the model has.
     """
-    policy = policy.policy if isinstance(policy, Trained) else policy
+    policy = recipe_of(policy)
     settings, low_rank = settings_of(policy), bool(lora.lora_parameters(model))
     if not attached_policies(model):
         raise ValueError(f"there is nothing to save: {policy.name} is not attached to the model")

@@ -13,7 +13,7 @@ from kvpop.budget import SLOT_OVERHEAD_BYTES, cache_bytes, dense_bytes, entry_by
 from kvpop.lora import LORA_WEIGHTS
 from kvpop.models import EMBEDDED_ID, EMBEDDED_NAMES
 from kvpop.policies import LayerShape
-from kvpop.weights import BASE, BASE_INDEX
+from kvpop.weights import BASE, BASE_INDEX, flat
 
 ELEMENT_BYTES = 2
 """Bytes are stated for a cache of 16-bit keys and values."""
@@ -158,14 +158,6 @@ print(tokenizer.decode(text[0]))
 ```
 
 From the shell: `kvpop generate --model {name} --adapter {repo_id} --prompt "..."`."""
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one of dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
 
 
 def _training(training: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvpop.data.sources import champ_split_of, json_rows, tokenizer_fingerprint
 from kvpop.engine import Engine, Request
 from kvpop.rollout import prompt_ids
 from kvpop.sampling import Sampling
+from kvpop.weights import write_json
 
 FREE = "free"
 MARK = "(the question)"
@@ -263,9 +263,7 @@ def _agree(out: Path, made_with: dict[str, Any]) -> None:
     if out.exists():
         raise ValueError(f"{out} is there, but not the settings it was made with: {beside}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    half = beside.with_name(f".{beside.name}.tmp")
-    half.write_text(json.dumps(made_with, indent=1))
-    os.replace(half, beside)
+    write_json(beside, made_with)
 
 
 def _done(out: Path) -> set[tuple[int, int]]:

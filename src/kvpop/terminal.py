@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import typer
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvpop.watch import collapse
+from kvpop.watch import collapse, plain
 
 OUT, ERR = Console(), Console(stderr=True, highlight=False)
 
@@ -58,15 +57,7 @@ class TrainingProgress(Progress):
 
 def as_strict_json(value: Any) -> str:
     """JSON without NaN and infinities, which the standard does not know: they become null."""
-
-    def finite(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {key: finite(item) for key, item in x.items()}
-        if isinstance(x, list | tuple):
-            return [finite(item) for item in x]
-        return None if isinstance(x, float) and not math.isfinite(x) else x
-
-    return json.dumps(finite(value), indent=2)
+    return json.dumps(plain(value), indent=2)
 
 
 def print_json(value: Any) -> None:

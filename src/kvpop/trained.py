@@ -110,6 +110,11 @@ class Trained(Policy):
         self.policy.check(kinds)
 
 
+def recipe_of(policy: Policy) -> Policy:
+    """The policy without tensors that it may have learned."""
+    return policy.policy if isinstance(policy, Trained) else policy
+
+
 def learned_tensors(layer: LayerPolicy) -> dict[str, Tensor]:
     """Parameters and buffers of a layer policy that has something to learn; nothing of one that has not."""
     return layer.state_dict() if any(True for _ in layer.parameters()) else {}

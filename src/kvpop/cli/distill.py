@@ -146,9 +146,8 @@ def distill(
             "float32" if dtype == "auto" and trains_model else dtype,
         )  # fmt: skip
     config = job.config
-    job.policy.layer(
-        LayerShape(layer=0, heads=1, kv_heads=1, head_dim=8)
-    ) if not start else None  # bad settings show here
+    if not start:  # trained scorers fit their own model only
+        job.policy.layer(LayerShape(layer=0, heads=1, kv_heads=1, head_dim=8))  # bad settings show here
     check(job)
     check_writers(watch or ())
 

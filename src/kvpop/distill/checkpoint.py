@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import warnings
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from kvpop.distill.trainer import Trainer
+from kvpop.weights import write_json
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 KEPT = 2
@@ -77,9 +77,7 @@ class Checkpoints:
                 )
         self.world.barrier()
         if self.world.leads:
-            temporary = path.with_name(f".{RUN}.tmp")
-            temporary.write_text(json.dumps(mine, indent=2))
-            os.replace(temporary, path)
+            write_json(path, mine)
 
     def save(self) -> None:
         """Start to write the trainer's state; waits for the one before."""

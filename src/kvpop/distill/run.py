@@ -20,7 +20,7 @@ from kvpop.distill.trainer import Trainer
 from kvpop.distill.world import as_whole, process_group
 from kvpop.flops import ModelShape, flops_by_part, mfu, peak_flops
 from kvpop.policies import Policy
-from kvpop.trained import Trained, settings_of
+from kvpop.trained import recipe_of, settings_of
 from kvpop.watch import Writer, check_writers, plain, writers
 
 FACTS = ("score_loss", "accuracy", "recall", "kl", "closed")
@@ -75,7 +75,7 @@ def distill(
     change from call to call. Raises ValueError, before anything is trained, for what does not fit together.
     """
     directory = Path(directory)
-    inner = policy.policy if isinstance(policy, Trained) else policy
+    inner = recipe_of(policy)
     settings_of(inner)  # raises for a policy that could not be saved
     check_writers(watch)
     device = next(model.parameters()).device
@@ -122,7 +122,7 @@ def _train(
             if on_step is not None:
                 on_step(last)
             stopped = trainer.world.any(pressed())
-            if trainer.done % config.checkpoint_every == 0 or stopped or trainer.done == config.steps:
+            if trainer.done % config.checkpoint_every == 0 or stopped:
                 checkpoints.save()
             if stopped and trainer.done < config.steps:
                 checkpoints.wait()
@@ -137,7 +137,7 @@ def flops_of(trainer: Trainer) -> tuple[float, float | None]:
     device, policy = trainer.device, trainer.policy
     if device.type != "cuda":
         return 0.0, None
-    inner = policy.policy if isinstance(policy, Trained) else policy
+    inner = recipe_of(policy)
     peak = peak_flops(torch.cuda.get_device_name(device))
     try:
         shape = ModelShape.of(trainer.model.config)

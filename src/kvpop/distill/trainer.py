@@ -30,7 +30,8 @@ from kvpop.policies import Dense, GateSampling, LayerPolicy, LayerView, Policy, 
 from kvpop.policies.dms import closed_counts, shortfall, target_at
 from kvpop.supervision import Summary, Supervised
 from kvpop.trained import Trained as Adapter
-from kvpop.trained import settings_of
+from kvpop.trained import recipe_of, settings_of
+from kvpop.weights import flat
 
 # Shapes: B batch, H KV heads, S sequence, E model width.
 
@@ -115,8 +116,7 @@ class Trainer:
             if model.dtype == torch.float16:
                 raise ValueError("the KL cannot train through float16, its gradients vanish: load float32 or bfloat16")
             check_head(model)
-        recipe = policy.policy if isinstance(policy, Adapter) else policy
-        self.ratio = getattr(recipe, "ratio", None) if config.mode != "base" else None
+        self.ratio = getattr(recipe_of(policy), "ratio", None) if config.mode != "base" else None
         ranked = [layer for layer in self.layers if isinstance(layer, RankedLayer) and layer.taught_by == "boundary"]
         self.scorers = self._scorers(ranked if self.trained.scorers else [])
         learns: set[LayerPolicy] = set(self.scorers.layers if self.scorers else ())
@@ -360,10 +360,10 @@ class Trainer:
             config.pop(harmless)
         config["sequences a step"] = self.config.accumulate * self.stream.batch_size
         started = self.policy
-        policy = settings_of(started.policy if isinstance(started, Adapter) else started)
+        policy = settings_of(recipe_of(started))
         if isinstance(started, Adapter):
             policy["started from"] = fingerprint(started.tensors)
-        return flattened(
+        return flat(
             {
                 "model": {
                     "type": self.model.config.model_type,
@@ -417,11 +417,3 @@ def _first_of_each_layer(views: dict[int, LayerView], wanted: set[int]) -> Obser
             views[view.layer] = view
 
     return observe
-
-
-def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dictionary as one of dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat.update(flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat
