@@ -78,9 +78,9 @@ class Scorers:
         """
         parameters = [p for layer in self.layers for p in layer.parameters()]
         self.world.sum_all([gradient(p) for p in parameters])  # every process sends all of it, whatever it has decided
-        missing = torch.zeros((), dtype=torch.double)
-        counts = [self.decisions.get(layer.shape.layer, missing) for layer in self.layers]
-        for layer, count in zip(self.layers, torch.stack([c.cpu() for c in counts]).tolist()):
+        missing = torch.zeros((), dtype=torch.double, device=parameters[0].device)
+        counts = [self.decisions.get(layer.shape.layer, missing).to(missing.device) for layer in self.layers]
+        for layer, count in zip(self.layers, torch.stack(counts).tolist()):  # the device is waited for once
             for p in layer.parameters():
                 p.grad = gradient(p) / count if count else None
         self.decisions.clear()
