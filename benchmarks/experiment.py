@@ -36,13 +36,17 @@ DECAY_RANGE = (-20.0 / LENGTH, -0.1 / LENGTH)
 NO_DECAY = (-2e-9, -1e-9)
 RETRIEVAL_SHARE = 0.3
 KEYS = 4
+GRACE = 30  # seconds for a checkpoint
+TASKS = ("passkey_2k", "passkey_4k", "needle_2k", "needle_4k", "needle_nll_2k", "needle_nll_4k")
+SHOWN = ("kl", "agreement", "accuracy", *TASKS)
 
-# What each run differs in from DEFAULTS. Scorer mode trains for both budgets at once, the other modes for one.
+# What each run differs in from DEFAULTS. Scorers learn to decide at both budgets at once; weights and DMS' gates learn under
+# the smaller one and are measured at both. Ablations are of the MLP, in fewer steps.
 FIRST = {"torch": "2.11.0+cu130", "transformers": "5.17.0"}  # of rows from before they were recorded
 DEFAULTS: dict[str, Any] = dict(
-    policy="kvpop", scorer="mlp+mlstm", mode="scorer", seed=0, steps=400, batch=4, inner=2, lr=2e-3, base_lr=8e-5, power=2.0,
-    aggregate="max", lse="sparse", decay=-5.0, window=WINDOW, train_budget=None, share=RETRIEVAL_SHARE, emitted_by="next",
-    regret=1.0, balance=False, ramp=0.6,
+    policy="kvpop", scorer="mlp+mlstm", mode="scorer", seed=0, steps=300, batch=4, inner=2, lr=2e-3, base_lr=8e-5, power=2.0,
+    aggregate="max", lse="sparse", decay=-5.0, window=WINDOW, train_budget=None, share=RETRIEVAL_SHARE, packing=None,
+    emitted_by="next", regret=1.0, balance=False, ramp=0.6,
 )  # fmt: skip
 SCORERS = {"mlp": "mlp", "mlstm": "mlstm", "immediate": "mlstm-immediate", "sum": "mlp+mlstm"}
 
@@ -53,25 +57,25 @@ def all_runs() -> dict[str, dict[str, Any]]:
         for name, scorer in SCORERS.items():
             runs[f"scorer/{name}/{seed}"] = dict(scorer=scorer, seed=seed)
         runs[f"scorer/dms/{seed}"] = dict(policy="dms", seed=seed, train_budget=512)
-        for budget in BUDGETS:
-            for name, scorer in SCORERS.items():
-                runs[f"full/{name}-{budget}/{seed}"] = dict(
-                    scorer=scorer, seed=seed, mode="full", train_budget=budget, steps=250, inner=1
-                )
-            for name in ("streaming", "dms"):
-                runs[f"full/{name}-{budget}/{seed}"] = dict(
-                    policy=name, seed=seed, mode="full", train_budget=budget, steps=250, inner=1
-                )
+        full = dict(mode="full", seed=seed, train_budget=min(BUDGETS), steps=200, inner=1)
+        for name, scorer in SCORERS.items():
+            runs[f"full/{name}/{seed}"] = dict(scorer=scorer, **full)
+        for name in ("streaming", "dms"):
+            runs[f"full/{name}/{seed}"] = dict(policy=name, **full)
     ablations: dict[str, dict[str, Any]] = {
-        "dense-lse": dict(lse="dense"), "p1": dict(power=1.0), "p4": dict(power=4.0), "mean": dict(aggregate="mean"),
-        "no-decay": dict(decay=0.0), "decay-1": dict(decay=-1.0), "decay-small": dict(decay=-0.2),
+        "base": {}, "dense-lse": dict(lse="dense"), "p1": dict(power=1.0), "p4": dict(power=4.0),
+        "mean": dict(aggregate="mean"), "no-decay": dict(decay=0.0), "decay-1": dict(decay=-1.0),
+        "decay-small": dict(decay=-0.2),
         "w32": dict(window=32), "w128": dict(window=128), "lr1": dict(lr=1e-3),
         "lr4": dict(lr=4e-3), "no-retrieval": dict(share=0.0), "half-retrieval": dict(share=0.5),
         "paper-weights": dict(regret=0.0, balance=True), "unbalanced": dict(regret=0.0), "regret-half": dict(regret=0.5),
-        "long": dict(steps=1200), "dms-self": dict(policy="dms", emitted_by="self", train_budget=512),
+        "immediate": dict(scorer="mlstm-immediate"), "delayed": dict(scorer="mlstm"), "sum": dict(scorer="mlp+mlstm"),
+        "isolated-pieces": dict(packing="isolated"), "shared-pieces": dict(packing="shared"),
+        "long": dict(steps=1200), "dms": dict(policy="dms", train_budget=512),
+        "dms-self": dict(policy="dms", emitted_by="self", train_budget=512),
     }  # fmt: skip
     for name, settings in ablations.items():
-        runs[f"ablation/{name}"] = settings
+        runs[f"ablation/{name}"] = dict(scorer="mlp", steps=150) | settings
     for name in ("streaming", "random", "oracle", "oracle-p2", "dense"):
         runs[f"untrained/{name}"] = dict(policy=name, mode="")
     for budget in BUDGETS:
@@ -120,6 +124,16 @@ def held_out(data: Path, split: str, tokenizer: Any, texts: int, prompts: int) -
     ]
 
 
+def pieces_of(stream: Any, packing: str, seed: int) -> Any:
+    """The same tokens, each sequence of four quarters from four others: as four documents, or "shared", as one."""
+    from kvpop.data import PackedSequence, SequenceStream
+
+    tokens = stream.sequences.columns(range(len(stream)))["input_ids"].reshape(-1, LENGTH // 4)
+    order = np.random.default_rng([seed, 23]).permutation(len(tokens)).reshape(-1, 4)
+    made = [PackedSequence.from_pieces(list(tokens[four]), LENGTH, shared=packing == "shared") for four in order]
+    return SequenceStream(made, stream.batch_size, stream.seed)
+
+
 def evaluate(
     model: Any, entries: Sequence[Any], texts: list[Tensor], prompts: list[Any], settings: dict[str, Any], split: str
 ) -> list[dict[str, Any]]:
@@ -162,7 +176,7 @@ def evaluate(
         )  # fmt: skip
         print(f"{split} {entry.label} {entry.budget}: " + ", ".join(
             f"{name} {rows[-1][name]['value']:.4f}" for name in
-            ("kl", "agreement", "accuracy", "passkey_2k", "passkey_4k", "needle_2k", "needle_4k")
+            SHOWN
         ) + f", held {rows[-1]['held']:.0f}", flush=True)  # fmt: skip
     return rows
 
@@ -224,6 +238,8 @@ def train(
 
     s, mode = settings, settings["mode"]
     stream = training_stream(str(data / "train"), tokenizer, LENGTH, s["batch"], s["seed"], 0, s["share"])
+    if s["packing"]:
+        stream = pieces_of(stream, s["packing"], s["seed"])
     first = s["train_budget"] or max(BUDGETS)
     budget = budget_of(first, s["window"])
     policy: Any
@@ -240,7 +256,7 @@ def train(
         if not s["decay"]:
             decay = dict(decay=sum(NO_DECAY) / 2, decay_range=NO_DECAY)
         policy = KVpop(budget, s["scorer"], **decay)
-    longs = tuple(budget_of(b, s["window"]).long for b in ([first] if mode == "full" else BUDGETS))
+    longs = tuple(budget_of(b, s["window"]).long for b in BUDGETS)
     config = DistillConfig(
         mode=mode, steps=s["steps"], seed=s["seed"], scorer_lr=s["lr"], base_lr=s["base_lr"], train_long=longs,
         inner_updates=s["inner"] if s["policy"] == "kvpop" else 1,
@@ -273,17 +289,16 @@ def train(
         weights = changed_weights(model, out)
     detach(model)
     label = {"kvpop": f"kvpop-{s['scorer']}"}.get(s["policy"], s["policy"])
-    budgets = [first] if mode == "full" else BUDGETS
     if s["policy"] == "dms":
         texts, _ = held_out(data, "validation", tokenizer, 6, 0)
-        return model, [Entry(label, b, matched(model, trained, texts, b, weights), weights) for b in budgets]
-    return model, [Entry(label, b, trained.with_budget(budget_of(b, s["window"])), weights) for b in budgets]
+        return model, [Entry(label, b, matched(model, trained, texts, b, weights), weights) for b in BUDGETS]
+    return model, [Entry(label, b, trained.with_budget(budget_of(b, s["window"])), weights) for b in BUDGETS]
 
 
 def one(name: str, options: argparse.Namespace) -> None:
     from kvpop.jobs import load_model
 
-    settings = {**DEFAULTS, **all_runs()[name], **{k: v for k, v in [("steps", options.steps)] if v}}
+    settings = {**DEFAULTS, **all_runs()[name], **dict(options.set)}
     torch.set_num_threads(2)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     full = settings["mode"] == "full"
@@ -311,35 +326,63 @@ def one(name: str, options: argparse.Namespace) -> None:
             "seconds_trained": round(trained_seconds), "rows": rows,
             "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "command": f"python benchmarks/experiment.py run --group {name}"}  # fmt: skip
+            "command": f"python benchmarks/experiment.py run --group {name}" + given(options)}  # fmt: skip
     path.write_text(json.dumps(done))
 
 
+def given(options: argparse.Namespace) -> str:
+    return "".join(f" --set {name}={json.dumps(value)}" for name, value in options.set)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON or a string."""
+    name, _, value = text.partition("=")
+    if name not in DEFAULTS:
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(DEFAULTS)}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def show(options: argparse.Namespace) -> None:
+    """What has been measured, a line a row."""
+    for path in sorted((options.out / "rows").glob("*.json")):
+        found = json.loads(path.read_text())
+        for r in found["rows"]:
+            values = "  ".join(f"{name} {r[name]['value']:.4f}" for name in SHOWN)
+            print(f"{found['run']:24} {found['seconds']:4} s {r['split']:10} {r['budget'] or 0:5}  {values}")
+
+
 def run(options: argparse.Namespace) -> None:
-    """Work off the runs whose names begin with one of ``group``, some at a time; stop starting and kill at the deadline."""
+    """Work off the runs whose names begin with one of ``group``, some at a time; at the deadline those that train write a
+    checkpoint, and the next call goes on with them."""
     wanted = [name for group in options.group for name in all_runs() if name.startswith(group)]
     wanted = [n for n in dict.fromkeys(wanted) if not (options.out / "rows" / f"{n.replace('/', '-')}.json").exists()]
     gpus = max(1, torch.cuda.device_count())
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    started, running = time.time(), {}
+    started, running, told = time.time(), {}, set()
     free = [gpu for _ in range(options.workers) for gpu in range(gpus)]
     while (wanted and time.time() - started < options.deadline) or running:
         while wanted and free and time.time() - started < options.deadline:
             name, gpu = wanted.pop(0), free.pop(0)
             command = [sys.executable, __file__, "one", name, "--data", str(options.data), "--out", str(options.out),
-                       "--model", options.model, "--steps", str(options.steps), "--texts", str(options.texts),
+                       "--model", options.model, *given(options).split(), "--texts", str(options.texts),
                        "--prompts", str(options.prompts), "--splits", *options.splits]  # fmt: skip
             log = (logs / f"{name.replace('/', '-')}.txt").open("w")
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
             running[subprocess.Popen(command, stdout=log, stderr=log, env=environment)] = (name, gpu)
         time.sleep(1)
-        late = time.time() - started > options.deadline
+        late = time.time() - started - options.deadline
         for process, (name, gpu) in list(running.items()):
-            if late:
+            if late > 0 and process not in told:
+                process.terminate()
+                told.add(process)
+            if late > GRACE:
                 process.kill()
-            if process.poll() is not None or late:
-                print(f"{time.time() - started:.0f} s: {name} {'killed' if late else process.returncode}", flush=True)
+            if process.poll() is not None:
+                print(f"{time.time() - started:.0f} s: {name} {process.returncode}", flush=True)
                 free.append(gpu)
                 del running[process]
 
@@ -365,7 +408,7 @@ def collect(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", choices=["prepare", "run", "one", "collect"])
+    parser.add_argument("job", choices=["prepare", "run", "one", "show", "collect"])
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--data", type=Path, default=Path("out/champ"))
     parser.add_argument("--out", type=Path, default=Path("out/experiment"))
@@ -374,7 +417,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3, help="runs at a time on each GPU")
     parser.add_argument("--deadline", type=float, default=570, help="seconds")
     parser.add_argument("--splits", nargs="+", default=["validation", "test"])
-    parser.add_argument("--steps", type=int, default=0, help="0: what the run says")
+    parser.add_argument("--set", type=setting, action="append", default=[], help="a setting for all runs, as power=1")
     parser.add_argument("--texts", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=0)
     parser.add_argument("--machine", default="one NVIDIA H200")
@@ -386,6 +429,9 @@ def main() -> None:
         one(options.name, options)
     elif options.job == "run":
         run(options)
+        show(options)
+    elif options.job == "show":
+        show(options)
     else:
         collect(options)
 
