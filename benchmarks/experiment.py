@@ -387,6 +387,14 @@ def run(options: argparse.Namespace) -> None:
                 del running[process]
 
 
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: rounded(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
 def collect(options: argparse.Namespace) -> None:
     from kvpop.plots import comparison_figure
 
@@ -398,10 +406,15 @@ def collect(options: argparse.Namespace) -> None:
         "versions": [dict(v) for v in sorted({tuple(file.get("versions", FIRST).items()) for file in files})],
         "command": "python benchmarks/experiment.py run --group "
         + " ".join(sorted({f["run"].split("/")[0] for f in files})),
-        "settings": {file["run"]: {**file["settings"], "seconds": file["seconds"]} for file in files},
-        "rows": [{k: v for k, v in row.items() if k != "by_document"} for row in rows],
+        "settings": {
+            file["run"]: {k: v for k, v in file["settings"].items() if v != DEFAULTS.get(k)}
+            | {"seconds": file["seconds"]}
+            for file in files
+        },
+        "defaults": DEFAULTS,
     }
-    options.result.write_text(json.dumps(result, indent=1))
+    lines = ",\n".join("  " + json.dumps(rounded({k: v for k, v in row.items() if k != "by_document"})) for row in rows)
+    options.result.write_text(json.dumps(result, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
     main_rows = [row for row in rows if row["split"] == "test" and not row["run"].startswith("ablation")]
     comparison_figure(main_rows, options.result.with_suffix(".png"))
 
