@@ -229,7 +229,7 @@ def test_block_lists_are_exactly_the_live_tiles(seed: int) -> None:
         expiry[0, 0, : S // 2] = 0
         expiry[0, 1] = NEVER
         expiry[1, :, S - 100 :] = 0
-    birth, expiry_0 = flex.lifetimes(expiry)
+    birth, expiry_0 = blocks.lifetimes(expiry)
     partial, full = mask_tiles(flex.lifetime_mask(birth, expiry_0, G))
     live_expected, full_expected = (x.repeat_interleave(G, dim=1) for x in dense_tiles(expiry, None))
     assert partial.shape[1] == 3 * G  # a mask head for every query head
@@ -242,7 +242,7 @@ def test_block_lists_are_exactly_the_live_tiles(seed: int) -> None:
 def test_permuted_block_lists_miss_nothing(seed: int, chunk: int) -> None:
     G, S = 1 + seed % 3, 128 * (1 + seed % 7)
     expiry = random_expiry(2, 3, S, (1, 20, 200)[seed % 3], seed)
-    birth, expiry_0 = flex.lifetimes(expiry)
+    birth, expiry_0 = blocks.lifetimes(expiry)
     order = flex.expiry_order(expiry_0, chunk)
     assert torch.equal(order.sort(-1).values, torch.arange(S).expand_as(order))
     partial, full = mask_tiles(flex.lifetime_mask(birth.gather(-1, order), expiry_0.gather(-1, order), G))
@@ -256,7 +256,7 @@ def test_sorting_by_expiry_leaves_fewer_live_tiles() -> None:
     S, w = 4096, 64
     birth = torch.arange(S)
     survives = torch.rand(1, 2, S, generator=torch.Generator().manual_seed(5)) < 0.25
-    birth_BHS, expiry = flex.lifetimes(torch.where(survives, torch.tensor(NEVER), birth + w))
+    birth_BHS, expiry = blocks.lifetimes(torch.where(survives, torch.tensor(NEVER), birth + w))
     order = flex.expiry_order(expiry, 1024)
     plain = blocks.interval_tiles(birth_BHS, expiry)
     sorted_ = blocks.interval_tiles(birth_BHS.gather(-1, order), expiry.gather(-1, order))
@@ -265,7 +265,7 @@ def test_sorting_by_expiry_leaves_fewer_live_tiles() -> None:
 
 
 def test_expiries_beyond_int32_do_not_wrap() -> None:
-    _, expiry = flex.lifetimes(torch.tensor([[[2**40, NEVER, -(2**30), 3]]]))
+    _, expiry = blocks.lifetimes(torch.tensor([[[2**40, NEVER, -(2**30), 3]]]))
     assert expiry.tolist() == [[[NEVER, NEVER, 0, 0]]]
 
 
@@ -371,7 +371,7 @@ def test_compiled_flex_visits_the_listed_tiles(monkeypatch: pytest.MonkeyPatch) 
 
 def test_flex_never_runs_uncompiled() -> None:
     q = torch.zeros(1, 1, 128, 16)
-    birth, expiry = flex.lifetimes(torch.full((1, 1, 128), NEVER))
+    birth, expiry = blocks.lifetimes(torch.full((1, 1, 128), NEVER))
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="would run dense"):
         blocks._compiled(q, q, q, flex.lifetime_mask(birth, expiry, 1), 1.0, None)
 
@@ -381,7 +381,7 @@ def test_too_many_graphs_are_an_error() -> None:
 
     def run(S: int) -> None:
         q = torch.zeros(1, 1, S, 16)
-        birth, expiry = flex.lifetimes(torch.full(q.shape[:3], NEVER))
+        birth, expiry = blocks.lifetimes(torch.full(q.shape[:3], NEVER))
         eager_flex(q, q, q, flex.lifetime_mask(birth, expiry, 1), 1.0)
 
     with torch._dynamo.config.patch(recompile_limit=2):

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import kvpop
+from kvpop.cli.bench import bench
 from kvpop.cli.distill import distill
 from kvpop.cli.evaluate import evaluate
 from kvpop.cli.generate import generate
@@ -31,6 +32,7 @@ app.command()(plot)
 app.command()(publish)
 app.command()(prepare)
 app.command()(rollouts)
+app.add_typer(bench, name="bench")
 
 
 def print_version(wanted: bool) -> None:

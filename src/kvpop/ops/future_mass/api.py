@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from typing import Literal, get_args
 
 from torch import Tensor
 
 # Shapes: B batch, R = H * G query heads, H KV heads, S sequence, D head dim.
 
-Impl = Literal["reference", "flex"]
+Impl = Literal["reference", "flex", "triton"]
 
 
 def future_log_mass(
@@ -31,7 +32,7 @@ def future_log_mass(
 
     Returns float32 or wider [B, R, S]; -inf where there is no future query. Carries no gradient.
     Raises ValueError for window < 1, power <= 0, lookahead < 0, shapes that do not fit, an unknown ``impl``,
-    or ``impl="flex"`` off a GPU.
+    or ``impl="flex"`` or "triton" off a GPU (Triton's interpreter aside).
     """
     (B, R, S, D), H = q_BRSD.shape, k_BHSD.shape[1]
     if R % H:
@@ -51,6 +52,10 @@ def future_log_mass(
         from kvpop.ops.future_mass.reference import log_mass
     elif impl == "flex":
         from kvpop.ops.future_mass.flex import log_mass
+    elif impl == "triton":
+        if q_BRSD.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+            raise ValueError("impl='triton' needs a GPU: use impl='reference'")
+        from kvpop.ops.future_mass.triton import log_mass
     else:
-        raise ValueError(f"unknown impl {impl!r}: choose 'reference' or 'flex'")
+        raise ValueError(f"unknown impl {impl!r}: choose {', '.join(map(repr, get_args(Impl)))}")
     return log_mass(q_BRSD, k_BHSD, lse_BRS, end_BS, scale, window, power, lookahead)

@@ -7,6 +7,7 @@ Keys may also carry a bias: a gate that is neither open nor closed, for training
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 # Shapes: B batch, R = H * G query heads, H KV heads, G query heads per KV head, Q queries, T keys, D head dim, V value dim.
 
-Impl = Literal["reference", "flex"]
+Impl = Literal["reference", "flex", "triton"]
 
 NEVER = torch.iinfo(torch.int32).max
 """The expiry of a token that is never dropped."""
@@ -32,6 +33,7 @@ def sparse_attention(
     bias_BHT: Tensor | None = None,
     bias_from: int = 0,
     impl: Impl = "reference",
+    live: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from each query at position q to the keys with t <= q < expiry.
 
@@ -41,9 +43,13 @@ def sparse_attention(
     ``bias`` (nats, finite) is added to the logits of key t for the queries at a distance q - t >= ``bias_from`` (tokens);
     it takes part in the LSE and gets a gradient.
 
+    ``live`` tells ``impl="triton"`` about how many keys a query sees at most, such as the slots of a budget: it sizes the
+    lists of keys. Where more are seen the result is the same, only slower to come by.
+
     Returns (output [B, R, Q, V] in the dtype of v, LSE [B, R, Q] in float32 or wider, natural log: Eq. 9).
-    Raises ValueError for shapes that do not fit, a negative ``bias_from``, an unknown ``impl``, and for ``impl="flex"``
-    with positions or off a GPU.
+    Raises ValueError for shapes that do not fit, a negative ``bias_from``, an unknown ``impl``, for ``impl="flex"`` and
+    ``impl="triton"`` with positions or off a GPU (Triton's interpreter aside), and for ``impl="triton"`` with a bias, with
+    dtypes that differ or are not float32, float16 or bfloat16, with head dims above 128 and with a scale that is not positive.
     """
     (B, R, Q, D), (_, H, T, _) = q_BRQD.shape, k_BHTD.shape
     if R % H:
@@ -71,7 +77,17 @@ def sparse_attention(
         from kvpop.ops.sparse_attention.flex import attend_sequence
 
         return attend_sequence(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale, bias_BHT, bias_from)
-    raise ValueError(f"unknown impl {impl!r}: choose 'reference' or 'flex'")
+    if impl == "triton":
+        if q_pos_BQ is not None:
+            raise ValueError("impl='triton' takes whole sequences only; use impl='reference' with explicit positions")
+        if bias_BHT is not None:
+            raise ValueError("impl='triton' takes no bias; use impl='flex' or impl='reference'")
+        if q_BRQD.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+            raise ValueError("impl='triton' needs a GPU; use impl='reference'")
+        from kvpop.ops.sparse_attention import triton
+
+        return triton.attend_sequence(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale, live)
+    raise ValueError(f"unknown impl {impl!r}: choose 'reference', 'flex' or 'triton'")
 
 
 def keep_mask(expiry_BHT: Tensor, q_pos_BQ: Tensor, k_pos_BHT: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from kvpop.ops.sparse_attention.api import NEVER
+
 # Shapes: B batch, H heads of the mask, S sequence (a multiple of 128), N token blocks, M position blocks,
 # Q query blocks, K key blocks.
 
@@ -31,6 +33,14 @@ def padded(x: Tensor, dim: int) -> Tensor:
     S = x.shape[dim]
     extra = max(1, -(-S // BLOCK)) * BLOCK - S
     return pad(x, (0, 0) * (-dim - 1) + (0, extra)) if extra else x
+
+
+def lifetimes(expiry_BHS: Tensor) -> tuple[Tensor, Tensor]:
+    """Birth and expiry of each key as int32 [B, H, S]. A key that no query reads (expiry <= birth) gets expiry 0."""
+    birth_S = torch.arange(expiry_BHS.shape[-1], device=expiry_BHS.device, dtype=torch.int32)
+    birth_BHS = birth_S.expand(expiry_BHS.shape).contiguous()  # the strides of a permuted birth: one graph for both
+    expiry_BHS = expiry_BHS.clamp(max=NEVER).to(torch.int32)
+    return birth_BHS, expiry_BHS.masked_fill(expiry_BHS <= birth_BHS, 0)
 
 
 def interval_tiles(first_BHS: Tensor, stop_BHS: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from kvpop.ops.sparse_attention import blocks
-from kvpop.ops.sparse_attention.api import NEVER
 
 # Shapes: B batch, R = H * G query heads, H KV heads, G query heads per KV head, S sequence, D head dim, V value dim.
 
@@ -37,7 +36,7 @@ def attend_sequence(
         raise ValueError(f"permute must be at least 1 token or None, got {permute}")
     S, G = q_BRSD.shape[2], q_BRSD.shape[1] // k_BHSD.shape[1]
     q_BRSD, k_BHSD, v_BHSV = (blocks.padded(x, -2) for x in (q_BRSD, k_BHSD, v_BHSV))
-    birth_BHS, expiry_BHS = lifetimes(blocks.padded(expiry_BHS, -1))
+    birth_BHS, expiry_BHS = blocks.lifetimes(blocks.padded(expiry_BHS, -1))
     if bias_BHS is not None:
         bias_BHS = blocks.padded(bias_BHS.float(), -1)
     if permute is not None:
@@ -53,14 +52,6 @@ def attend_sequence(
     biased = None if bias_BHS is None else distant_bias(bias_BHS.contiguous(), birth_BHS, bias_from, G)
     out_BRSV, lse_BRS = blocks.run_flex(q_BRSD, k_BHSD, v_BHSV, mask, scale, biased)
     return out_BRSV[:, :, :S], lse_BRS[:, :, :S]
-
-
-def lifetimes(expiry_BHS: Tensor) -> tuple[Tensor, Tensor]:
-    """Birth and expiry of each key as int32 [B, H, S]. A key that no query reads (expiry <= birth) gets expiry 0."""
-    birth_S = torch.arange(expiry_BHS.shape[-1], device=expiry_BHS.device, dtype=torch.int32)
-    birth_BHS = birth_S.expand(expiry_BHS.shape).contiguous()  # the strides of a permuted birth: one graph for both
-    expiry_BHS = expiry_BHS.clamp(max=NEVER).to(torch.int32)
-    return birth_BHS, expiry_BHS.masked_fill(expiry_BHS <= birth_BHS, 0)
 
 
 def expiry_order(expiry_BHS: Tensor, chunk: int) -> Tensor:
