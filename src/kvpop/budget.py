@@ -85,14 +85,17 @@ SLOT_OVERHEAD_BYTES = 8
 
 
 def cache_bytes(
-    budget: Budget, *, layers: int, kv_heads: int, head_dim: int, element_size: int, rows: int = 1, state_bytes: int = 0
-) -> int:
+    budget: Budget, *, layers: int, kv_heads: int, head_dim: int, element_size: int, rows: int = 1, state_bytes: int = 0,
+    fused: bool = False,
+) -> int:  # fmt: skip
     """Bytes a bounded cache allocates: rows x layers x KV heads x (slots x (entry + overhead) + scorer state) + counters.
 
     ``state_bytes`` is the scorer state per KV head. Every row of every layer also carries one int64 count of seen tokens,
-    and every layer one of the tokens taken in.
+    and every layer one of the tokens taken in. ``fused``: the fused decoding step looks up slots in tables, 4 bytes a head
+    and a token of the window and 4 more.
     """
     per_head = budget.slots * (entry_bytes(head_dim, element_size) + SLOT_OVERHEAD_BYTES) + state_bytes
+    per_head += 4 * (budget.window + 1) if fused else 0
     return layers * (rows * (kv_heads * per_head + 8) + 8)
 
 

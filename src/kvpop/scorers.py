@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvpop.ops.cache_step.fused import MemoryWeights, MLPWeights, Weights
 from kvpop.ops.mlstm import MLSTMState, init_state, mlstm
 
 # Shapes: N rows (one document or one running sequence each), H KV heads, L tokens, D head dim, E = 2 D channels of x =
@@ -141,6 +142,15 @@ class Scorer(nn.Module, ABC):
         """``standardise`` to these tokens."""
         self.standardise(self.moments(x_NHLE, valid_NL))
 
+    def step_weights(self) -> Weights | None:
+        """The weights with which the fused decoding step runs this scorer; None if it cannot, and ``advance`` has to."""
+        return None
+
+    def _own_weights(self, mlp: MLPWeights | None = None, memory: MemoryWeights | None = None) -> Weights | None:
+        if self.dtype != torch.float32:
+            return None
+        return Weights(self.shift_HE, self.scale_HE, mlp, memory)
+
     @abstractmethod
     def _advance(
         self, state: State, x_new_NHLE: Tensor, x_due_NHLE: Tensor, valid_NL: Tensor | None
@@ -176,6 +186,12 @@ class MLPScorer(Scorer):
         self.b1_HM = nn.Parameter(torch.zeros(heads, self.hidden))
         self.w2_HM = _normal(heads, self.hidden, std=0.02 * self.hidden**-0.5)
         self.b2_H = nn.Parameter(torch.zeros(heads))
+
+    def step_weights(self) -> Weights | None:
+        return self._own_weights(mlp=self._parts())
+
+    def _parts(self) -> MLPWeights:
+        return MLPWeights(self.w1_HEM, self.b1_HM, self.w2_HM, self.b2_H)
 
     def _advance(
         self, state: State, x_new_NHLE: Tensor, x_due_NHLE: Tensor, valid_NL: Tensor | None
@@ -215,6 +231,22 @@ class MLSTMScorer(Scorer):
 
     def state_bytes(self) -> int:
         return (self.head_dim * (self.head_dim // 2 + 1) + 1) * self.dtype.itemsize
+
+    def step_weights(self) -> Weights | None:
+        return self._own_weights(memory=self._parts())
+
+    def _parts(self) -> MemoryWeights:
+        return MemoryWeights(
+            self.w_q_HEA,
+            self.w_k_HEA,
+            self.w_v_HEA,
+            self.w_i_HE,
+            self.w_f_HE,
+            self.b_f_H,
+            self.a_HA,
+            self.b_H,
+            GATE_CAP,
+        )
 
     def _advance(
         self, state: State, x_new_NHLE: Tensor, x_due_NHLE: Tensor, valid_NL: Tensor | None
@@ -257,6 +289,9 @@ class SumScorer(Scorer):
 
     def state_bytes(self) -> int:
         return self.mlstm.state_bytes()
+
+    def step_weights(self) -> Weights | None:
+        return self._own_weights(self.mlp._parts(), self.mlstm._parts())
 
     def _advance(
         self, state: State, x_new_NHLE: Tensor, x_due_NHLE: Tensor, valid_NL: Tensor | None

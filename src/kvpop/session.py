@@ -121,8 +121,7 @@ def _fill(layer: BoundedLayer, own: dict[str, Tensor], rows: int, prefix: str) -
             raise RuntimeError(f"{prefix}{name} is {given.dtype} {tuple(given.shape)}, not {x.dtype} {tuple(sizes)}")
         if given.shape == x.shape:
             x.copy_(given)  # in the memory the store was given
-    if not layer.policy.bounded:
-        layer.slots.replace({name: own[name] for name in kept})
+    layer.slots.replace(kept if layer.policy.bounded else {name: own[name] for name in kept})
     layer.slots.taken.copy_(own["taken"])
 
 

@@ -11,13 +11,19 @@ from kvpop.budget import Budget
 from kvpop.core.cutoff import NEVER, departures, ranks, running_cutoff
 from kvpop.core.priority import static_priority
 from kvpop.ops.cache_step.api import attend_held, choose_slot, impl_for, mark_due, overwrite, pinned, take
+from kvpop.ops.cache_step.api import step as fused_step
+from kvpop.ops.cache_step.fused import Weights, derive
 from kvpop.ops.sparse_attention.api import sparse_attention
 from kvpop.scorers import Scorer
 from kvpop.slots.base import EVERY, FAR, Slots
 from kvpop.slots.journal import Journal, Update
 
 # Shapes: B rows, R = H * G query heads, H KV heads, M slots, n new tokens, T = M + n candidates, D head dim, E = D_k + D_v,
-# P pinned spans a row.
+# P pinned spans a row, w window.
+
+FUSE = False
+"""Whether stores on a GPU take the fused step (``ops.cache_step.fused``). It is right in the interpreter; off until it has been
+checked and timed on a GPU."""
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
 """Anything with the signature of ``sparse_attention`` with positions."""
@@ -55,6 +61,32 @@ class RankedSlots(Slots):
         self.state = scorer.init_state(rows, device)
         self.pins: Tensor | None = None
         self.journal: Journal | None = None
+        self.derived: tuple[Tensor, ...] | None = None
+        if FUSE and self.impl == "triton" and attention is None:
+            self._refresh(first=True)
+
+    # The fused step looks up what it would have to search for: ``least`` and ``ring``. They follow from the rest, so they are
+    # saved nowhere and made anew after all that changes the rest, but for the step itself. None where the step is not fused.
+
+    @torch.no_grad()
+    def _find(self) -> tuple[Tensor, Tensor]:
+        return derive(
+            self.position, self.priority, self.seen,
+            sinks=self.budget.sinks, window=self.budget.window, due=self.scorer.delayed, pins_BP2=self.pins,
+        )  # fmt: skip
+
+    def _refresh(self, first: bool = False) -> None:
+        if self.derived is None and not first:
+            return
+        found = self._find()
+        if self.derived is None or [(x.shape, x.device) for x in found] != [(x.shape, x.device) for x in self.derived]:
+            with torch.inference_mode(False):
+                self.derived = tuple(torch.zeros_like(x) for x in found)
+            for kept in self.derived:
+                if kept.device.type == "cuda" and not torch.compiler.is_compiling():
+                    torch._dynamo.mark_static_address(kept)  # where a captured graph finds it again
+        for kept, fresh in zip(self.derived, found):  # in place, like all that the store keeps
+            kept.copy_(fresh)
 
     def tensors(self) -> dict[str, Tensor]:
         own = {**super().tensors(), "priority": self.priority}
@@ -67,9 +99,11 @@ class RankedSlots(Slots):
         self.state = tuple(tensors.pop(f"state.{i}") for i in range(len(self.state)))
         super().replace(tensors)
         self.log_gamma = self.log_gamma.to(self.seen.device)
+        self._refresh()
 
     def select(self, rows_n: Tensor) -> None:
         super().select(rows_n)
+        self._refresh()
         if self.journal is not None:
             self.journal.map(lambda x: x.index_select(0, rows_n.to(x.device)))
 
@@ -78,6 +112,7 @@ class RankedSlots(Slots):
         with torch.inference_mode(False), torch.no_grad():
             for x, fresh in zip(self.state, self.scorer.init_state(1, self.seen.device)):
                 x[rows] = fresh
+        self._refresh()
         self._forget()
 
     def put(self, row: int, other: Slots, other_row: int = 0) -> None:
@@ -87,6 +122,7 @@ class RankedSlots(Slots):
         if self.pins is not None:
             other._room_for_pins(self.pins.shape[1])
         super().put(row, other, other_row)
+        self._refresh()
         self._forget()
 
     def to(self, device: torch.device | str) -> None:
@@ -95,7 +131,8 @@ class RankedSlots(Slots):
             self.journal.map(lambda x: x.to(device))
 
     def nbytes(self) -> int:
-        return super().nbytes() + (0 if self.journal is None else self.journal.nbytes())
+        derived = sum(x.numel() * x.element_size() for x in self.derived or ())
+        return super().nbytes() + derived + (0 if self.journal is None else self.journal.nbytes())
 
     # Pinned tokens: a table of spans, so that what is pinned depends on nothing but its position.
 
@@ -114,6 +151,7 @@ class RankedSlots(Slots):
             self._room_for_pins(spans_BP2.shape[1])
             if self.pins is not None:
                 self.pins.copy_(spans_BP2)
+        self._refresh()
 
     # Scores, decoding, prefill.
 
@@ -126,6 +164,8 @@ class RankedSlots(Slots):
 
     def step(self, q_BR1D: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, valid_B: Tensor | None, scale: float) -> Tensor:
         """Append, update the scorer, score t = q - w, evict, attend (the order of the method)."""
+        if self.derived is not None:
+            return self._fused(q_BR1D, k_BH1D, v_BH1D, valid_B, scale, *self.derived)
         s, w, now_B11 = self.budget.sinks, self.budget.window, self.seen[:, None, None]
         valid_B1 = None if valid_B is None else valid_B[:, None]
         x_new = torch.cat([k_BH1D, v_BH1D], dim=-1)
@@ -157,6 +197,26 @@ class RankedSlots(Slots):
             )
         self.seen += 1 if valid_B is None else valid_B
         return out
+
+    def _fused(
+        self, q: Tensor, k: Tensor, v: Tensor, valid_B: Tensor | None, scale: float, least: Tensor, ring: Tensor
+    ) -> Tensor:
+        """The same step in two launches, the scorer included if its weights are known."""
+        b, due, now_B11 = self.budget, self.scorer.delayed, self.seen[:, None, None]
+        scorer: Weights | Tensor | None = self.scorer.step_weights()
+        if scorer is None:
+            x_new = x_due = torch.cat([k, v], dim=-1)
+            if due:
+                slot = ring.gather(2, (now_B11 % b.window).expand(-1, k.shape[1], -1)).clamp(min=0).long()
+                x_due = torch.cat([take(self.keys, slot), take(self.values, slot)], dim=-1)
+            position = (now_B11 - b.window if due else now_B11).expand(-1, k.shape[1], -1)
+            scorer = self._score(x_new, x_due, position, None if valid_B is None else valid_B[:, None])
+        return fused_step(
+            q, k, v, self.keys, self.values, self.position, self.priority, self.seen, least, ring,
+            scorer, self.state, self.log_gamma,
+            decay_step=self.decay_step, sinks=b.sinks, window=b.window, due=due, scale=scale,
+            valid_B=valid_B, pins_BP2=self.pins, impl="triton",
+        )  # fmt: skip
 
     def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:
         """Each new query sees its own retained set: held and new tokens form one sequence of arrivals."""
@@ -205,6 +265,7 @@ class RankedSlots(Slots):
         self.position.copy_(take(position_BHT, keep_BHM).where(take(survives, keep_BHM), -1))
         self.priority.copy_(take(priority_BHT, keep_BHM))
         self.seen += count_B
+        self._refresh()
         return out
 
     def _expiry(self, priority_BHT: Tensor, position_BHT: Tensor) -> Tensor:
@@ -229,6 +290,7 @@ class RankedSlots(Slots):
         if not 1 <= reach <= self.chunk:
             raise ValueError(f"rollback must be between 1 and {self.chunk} tokens, got {reach}")
         self.reach, self.journal = reach, Journal(reach)
+        self.derived = None  # a step that is recorded is not fused
 
     def _forget(self) -> None:
         if self.journal is not None:

@@ -6,19 +6,23 @@ slot = now while now < M, else victim
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvpop.ops.cache_step.reference import choose_slot, least, mark_due, pinned, take, write
 
-# Shapes: B rows, R = H * G query heads, H KV heads, M slots, D head dim, V value dim, P pinned spans a row.
+if TYPE_CHECKING:
+    from kvpop.ops.cache_step.fused import Weights
+
+# Shapes: B rows, R = H * G query heads, H KV heads, M slots, D head dim, V value dim, P pinned spans a row, w window.
 
 Impl = Literal["reference", "triton"]
 
 __all__ = [
-    "Impl", "attend_held", "choose_slot", "impl_for", "least", "mark_due", "overwrite", "pinned", "take", "write",
+    "Impl", "attend_held", "choose_slot", "impl_for", "least", "mark_due", "overwrite", "pinned", "step", "take",
+    "write",
 ]  # fmt: skip
 
 
@@ -74,6 +78,52 @@ def attend_held(
     else:
         from kvpop.ops.cache_step.reference import attend_held as run
     return run(q_BR1D, keys_BHMD, values_BHMV, position_BHM, scale)
+
+
+def step(
+    q_BR1D: Tensor,
+    k_BH1D: Tensor,
+    v_BH1V: Tensor,
+    keys_BHMD: Tensor,
+    values_BHMV: Tensor,
+    position_BHM: Tensor,
+    priority_BHM: Tensor,
+    seen_B: Tensor,
+    least_BH: Tensor,
+    ring_BHw: Tensor,
+    scorer: Weights | Tensor,
+    state: tuple[Tensor, ...],
+    log_gamma_H: Tensor,
+    *,
+    decay_step: int,
+    sinks: int,
+    window: int,
+    due: bool,
+    scale: float,
+    valid_B: Tensor | None = None,
+    pins_BP2: Tensor | None = None,
+    impl: Impl = "triton",
+) -> Tensor:
+    """Score, overwrite and attend at once: token ``seen`` of every row comes in, and [B, R, 1, V] in the dtype of q comes out.
+
+    In place, in the rows where ``valid`` holds: the store, ``seen`` (one more), ``state`` (the memory's C and m, float32), and
+    ``least`` and ``ring`` (what ``fused.derive`` makes of the store; they must be right before, and are after). The queries
+    of other rows attend to what these hold.
+
+    ``scorer``: its weights, or the priorities [B, H, 1] that were made elsewhere, as ``fresh`` of ``overwrite``. The weights'
+    scores r become priorities r - floor(position / decay_step) * log_gamma, of the token that leaves the window if ``due``.
+
+    Raises ValueError for any ``impl`` but "triton" (the others have ``overwrite`` and ``attend_held``), and in float64.
+    """
+    _check(impl, keys_BHMD)
+    if impl != "triton":
+        raise ValueError(f"the fused step has no impl {impl!r}, only 'triton': use overwrite and attend_held")
+    from kvpop.ops.cache_step.fused.triton import step as run
+
+    return run(
+        q_BR1D, k_BH1D, v_BH1V, keys_BHMD, values_BHMV, position_BHM, priority_BHM, seen_B, least_BH, ring_BHw,
+        scorer, state, log_gamma_H, decay_step, sinks, window, due, scale, valid_B, pins_BP2,
+    )  # fmt: skip
 
 
 def _check(impl: str, like: Tensor) -> None:

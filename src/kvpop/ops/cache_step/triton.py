@@ -139,7 +139,7 @@ def overwrite(
     V = values.shape[-1]
     _overwrite[(B * H,)](
         keys, values, position, priority, k_BH1D.contiguous(), v_BH1V.contiguous(), fresh_BH1.contiguous(), now_B,
-        now_B if valid_B is None else valid_B, now_B if pins_BP2 is None else pins_BP2,
+        now_B if valid_B is None else valid_B.contiguous(), now_B if pins_BP2 is None else pins_BP2,
         H, M, sinks, window,
         D=D, V=V, P=0 if pins_BP2 is None else pins_BP2.shape[1], DUE=due, VALID=valid_B is not None,
         BLOCK_M=min(4096, triton.next_power_of_2(M)), BLOCK_D=triton.next_power_of_2(max(D, V)), num_warps=8,

@@ -1,0 +1,517 @@
+"""The whole step, scorer included, in two launches: score and attend over splits of the slots; then decide, write and merge.
+
+Nobody has to look for the victim first. The token that goes is one of two: the worst of those ranked before (``least``) or
+the one that leaves the window now, whose score is made in this very step. The first launch leaves both out of its sums and
+finds the worst of all others, for the next step; the second adds back the one that stays. Nothing is asked of the host.
+
+What the second launch both reads and writes would be a race between its programs. So the first copies all that decides into
+scratch ("notes"), and the second reads keys and values only where nothing is written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpop.ops.cache_step.fused import Weights
+from kvpop.ops.mlstm.api import SMALLEST_NORMALISER
+
+# Shapes: B rows, H KV heads, G query heads per KV head, M slots, D key dim, V value dim, E = D + V, P pinned spans, S splits,
+# A value channels of the memory (its features are 2 A), N hidden units of the MLP in parts of UNITS.
+
+PROGRAMS = 264
+"""About how many programs the attention is spread over: two per multiprocessor of an H100 or H200."""
+BLOCK = 64
+"""Slots that one program loads at once."""
+UNITS = 64
+"""Hidden units of the MLP that one program computes."""
+CHANNELS = 128
+"""Channels of x that a scorer's program multiplies at once: few rounds, since each one waits for its weights."""
+NOTES = tl.constexpr(4)
+"""Per head: the token's position, the slot and the position of the worst ranked before, the slot of the token that is due."""
+NONE = tl.constexpr(2147483647)
+"""The position of no candidate."""
+SMALLEST = tl.constexpr(SMALLEST_NORMALISER)
+"""A readout whose normaliser is not above this is 0."""
+
+
+@triton.jit
+def _before(value, position, other_value, other_position):
+    """Whether a candidate is dropped before another one."""
+    return (value < other_value) | ((value == other_value) & (position < other_position))
+
+
+@triton.jit
+def _as_rank(priority):
+    return tl.where(priority == priority, priority, float("-inf"))
+
+
+@triton.jit
+def _due_slot(ring, head, t, window, DUE: tl.constexpr):
+    slot = tl.full([], -1, tl.int32)
+    if DUE:
+        slot = tl.load(ring + head * window + t % window, mask=t >= window, other=-1)
+    return slot
+
+
+@triton.jit
+def _standardised(key, value, e, there, shift, spread, D: tl.constexpr, V: tl.constexpr):
+    """Channels ``e`` of x = [k; v], 0 past the end. Without ``there`` nothing is read."""
+    x = tl.load(key + e, mask=there & (e < D), other=0.0).to(tl.float32)
+    x += tl.load(value + e - D, mask=there & (e >= D) & (e < D + V), other=0.0).to(tl.float32)
+    shift = tl.load(shift + e, mask=e < D + V, other=0.0).to(tl.float32)
+    spread = tl.load(spread + e, mask=e < D + V, other=0.0).to(tl.float32)
+    return (x - shift) * spread
+
+
+@triton.jit
+def _times(x, weight, e, column, E: tl.constexpr, N: tl.constexpr):
+    """x W over the channels ``e``."""
+    w = tl.load(weight + e[:, None] * N + column[None, :], mask=(e[:, None] < E) & (column[None, :] < N), other=0.0)
+    return tl.sum(x[:, None] * w.to(tl.float32), 0)
+
+
+@triton.jit
+def _softmax(x, inside):
+    x = tl.where(inside, x, float("-inf"))
+    weight = tl.exp(x - tl.max(x, 0))
+    return weight / tl.sum(weight, 0)
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _mlp(
+    new_key, new_value, due_key, due_value, there, shift, spread, w1, b1, w2, b2, score, own, part,
+    DUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    unit = part * UNITS + tl.arange(0, UNITS)
+    hidden = tl.load(b1 + own * N + unit, mask=unit < N, other=0.0).to(tl.float32)
+    for start in range(0, D + V, BLOCK_E):
+        e = start + tl.arange(0, BLOCK_E)
+        if DUE:
+            x = _standardised(due_key, due_value, e, there, shift, spread, D, V)
+        else:
+            x = _standardised(new_key, new_value, e, True, shift, spread, D, V)
+        hidden += _times(x, w1 + own * (D + V) * N, e, unit, D + V, N)
+    weight = tl.load(w2 + own * N + unit, mask=unit < N, other=0.0).to(tl.float32)
+    bias = tl.load(b2 + own).to(tl.float32)
+    tl.store(score, tl.sum(_silu(hidden) * weight, 0) + tl.where(part == 0, bias, 0.0))
+
+
+@triton.jit
+def _gates(log_i, f_logit, m, CAP: tl.constexpr):
+    """(input gate, forget gate, new stabiliser). In float64 where a forget gate of 1 - 3e-7 would be rounded away."""
+    log_i = tl.minimum(tl.maximum(log_i, -CAP), CAP)
+    f_logit = tl.minimum(tl.maximum(f_logit, -CAP), CAP).to(tl.float64)
+    log_f = (tl.minimum(f_logit, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(f_logit)))).to(tl.float32)
+    m_new = tl.maximum(log_f + m, log_i)
+    forget = tl.exp((log_f + (m - m_new)).to(tl.float64)).to(tl.float32)
+    return tl.exp((log_i - m_new).to(tl.float64)).to(tl.float32), forget, m_new
+
+
+@triton.jit
+def _update(state, forget, added, inside, real):
+    """state = forget * state + added, in place. Several threads may hold an element that one writes: all read it first."""
+    new = forget * tl.load(state, mask=inside, other=0.0) + added
+    tl.debug_barrier()
+    tl.store(state, new, mask=inside & real)
+    return new
+
+
+@triton.jit
+def _memory(
+    new_key, new_value, due_key, due_value, there, shift, spread,
+    w_q, w_k, w_v, w_i, w_f, b_f, a, b, C, m, score, own, real,
+    CAP: tl.constexpr, DUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    E: tl.constexpr = D + V
+    r = tl.arange(0, BLOCK_A)
+    query = tl.zeros([BLOCK_A], tl.float32)
+    key = tl.zeros([BLOCK_A], tl.float32)
+    i_terms = tl.zeros([BLOCK_E], tl.float32)
+    f_terms = tl.zeros([BLOCK_E], tl.float32)
+    for start in range(0, E, BLOCK_E):
+        e = start + tl.arange(0, BLOCK_E)
+        x = _standardised(new_key, new_value, e, True, shift, spread, D, V)
+        x_due = x
+        if DUE:
+            x_due = _standardised(due_key, due_value, e, there, shift, spread, D, V)
+        query += _times(x_due, w_q + own * E * A, e, r, E, A)
+        key += _times(x, w_k + own * E * A, e, r, E, A)
+        i_terms += x * tl.load(w_i + own * E + e, mask=e < E, other=0.0).to(tl.float32)
+        f_terms += x * tl.load(w_f + own * E + e, mask=e < E, other=0.0).to(tl.float32)
+    q_high, q_low = _softmax(query, r < A), _softmax(-query, r < A)
+    k_high, k_low = _softmax(key, r < A), _softmax(-key, r < A)
+    f_logit = tl.sum(f_terms, 0) + tl.load(b_f + own).to(tl.float32)
+    take, forget, m_new = _gates(tl.sum(i_terms, 0), f_logit, tl.load(m), CAP)
+    k_high *= take
+    k_low *= take
+    # Rows of the state: the features of x, then those of -x; A + 1 columns, of which the last sums the weights.
+    high, low = C + r * (A + 1), C + (r + A) * (A + 1)
+    z_high = _update(high + A, forget, k_high, r < A, real)
+    z_low = _update(low + A, forget, k_low, r < A, real)
+    tl.store(m, m_new, mask=real)  # behind a barrier, too: every thread has read m
+    norm = tl.sum(q_high * z_high + q_low * z_low, 0)
+    readable = norm > SMALLEST
+    total = tl.load(b + own).to(tl.float32)
+    for first in tl.static_range(0, BLOCK_A, BLOCK_C):  # by columns, so that a wide head does not run out of registers
+        c = first + tl.arange(0, BLOCK_C)
+        value = tl.zeros([BLOCK_C], tl.float32)
+        for start in range(0, E, BLOCK_E):
+            e = start + tl.arange(0, BLOCK_E)
+            x = _standardised(new_key, new_value, e, True, shift, spread, D, V)
+            value += _times(x, w_v + own * E * A, e, c, E, A)
+        inside = (r[:, None] < A) & (c[None, :] < A)
+        state = _update(high[:, None] + c[None, :], forget, k_high[:, None] * value[None, :], inside, real)
+        read = tl.sum(q_high[:, None] * state, 0)
+        state = _update(low[:, None] + c[None, :], forget, k_low[:, None] * value[None, :], inside, real)
+        read += tl.sum(q_low[:, None] * state, 0)
+        h = tl.where(readable, read / tl.where(readable, norm, 1.0), 0.0)
+        total += tl.sum(_silu(h) * tl.load(a + own * A + c, mask=c < A, other=0.0).to(tl.float32), 0)
+    tl.store(score, total)
+
+
+@triton.jit
+def _worst(
+    position, priority, pins, row, first, stop, old, due, sinks, newest, P: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """(rank, position, slot) of the worst candidate in slots [first, stop), without the two that may go now."""
+    # One best candidate a lane: they are compared with each other once, at the end.
+    best_rank = tl.full([BLOCK_W], float("inf"), tl.float32)
+    best_position = tl.full([BLOCK_W], NONE, tl.int32)
+    best_slot = tl.full([BLOCK_W], -1, tl.int32)
+    for start in range(first, stop, BLOCK_W):
+        m = start + tl.arange(0, BLOCK_W)
+        where = tl.load(position + m, mask=m < stop, other=-1)
+        rank = _as_rank(tl.load(priority + m, mask=m < stop, other=0.0))
+        ranked = (m != old) & (m != due) & (where >= sinks) & (where <= newest)
+        for p in tl.static_range(P):
+            begin = tl.load(pins + (row * P + p) * 2)
+            end = tl.load(pins + (row * P + p) * 2 + 1)
+            ranked &= ~((where >= begin) & (where < end))
+        rank, where = tl.where(ranked, rank, float("inf")), tl.where(ranked, where, NONE)
+        worse = _before(rank, where, best_rank, best_position)
+        best_slot = tl.where(worse, m, best_slot)
+        best_position = tl.where(worse, where, best_position)
+        best_rank = tl.where(worse, rank, best_rank)
+    lowest = tl.min(best_rank, 0)
+    oldest = tl.min(tl.where(best_rank == lowest, best_position, NONE), 0)
+    return lowest, oldest, tl.max(tl.where((best_rank == lowest) & (best_position == oldest), best_slot, -1), 0)
+
+
+@triton.jit
+def _attend(
+    q, keys, values, position, priority, pins, least, ring, parts, stats, marks, notes, priority_of_old,
+    head, part, row, t, real, M, split, splits, sinks, window,
+    scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr, DUE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    old = tl.load(least + head)
+    due = _due_slot(ring, head, t, window, DUE)
+    dropping = (t >= M) & real
+    g, d, e, i = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_M)
+    query = tl.load(q + (head * G + g[:, None]) * D + d, mask=(g[:, None] < G) & (d < D), other=0.0)
+    high = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_G], tl.float32)
+    summed = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    for start in range(part * split, tl.minimum(part * split + split, M), BLOCK_M):
+        m = start + i
+        inside = (m < M) & (m < part * split + split)
+        where = tl.load(position + head * M + m, mask=inside, other=-1)
+        other = (m != old) & (m != due)
+        held = (where >= 0) & (other | ~dropping)
+        key = tl.load(keys + (head * M + m[:, None]) * D + d, mask=held[:, None] & (d < D), other=0.0)
+        logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        logit = tl.where(held, logit, float("-inf"))
+        higher = tl.maximum(high, tl.max(logit, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp(logit - safe[:, None])
+        shrink = tl.exp(high - safe)
+        value = tl.load(values + (head * M + m[:, None]) * V + e, mask=held[:, None] & (e < V), other=0.0)
+        mass = mass * shrink + tl.sum(weight, 1)
+        summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        high = higher
+    at = head * splits + part
+    tl.store(stats + at * (2 * G + 1) + g, high, mask=g < G)
+    tl.store(stats + at * (2 * G + 1) + G + g, mass, mask=g < G)
+    tl.store(parts + (at * G + g[:, None]) * V + e, summed, mask=(g[:, None] < G) & (e < V))
+    newest = t - window if DUE else t + 1 - window  # that is ranked when the next token comes
+    lowest, oldest, slot = _worst(
+        position + head * M, priority + head * M, pins, row, part * split, tl.minimum(part * split + split, M), old, due,
+        sinks, newest, P, BLOCK_W,
+    )  # fmt: skip
+    tl.store(stats + at * (2 * G + 1) + 2 * G, lowest)
+    tl.store(marks + at * 2, oldest)
+    tl.store(marks + at * 2 + 1, slot)
+    if part == 0:
+        tl.store(notes + head * NOTES, t)
+        tl.store(notes + head * NOTES + 1, old)
+        tl.store(notes + head * NOTES + 2, tl.load(position + head * M + old, mask=old >= 0, other=NONE))
+        tl.store(notes + head * NOTES + 3, due)
+        rank = _as_rank(tl.load(priority + head * M + old, mask=old >= 0, other=float("inf")))
+        tl.store(priority_of_old + head, rank)
+
+
+@triton.jit
+def _attend_and_score(
+    q, k, v, keys, values, position, priority, seen, valid, pins, least, ring,
+    shift, spread, w1, b1, w2, b2, w_q, w_k, w_v, w_i, w_f, b_f, a, b, C, m,
+    parts, stats, marks, notes, scores, priority_of_old,
+    heads, H, M, split, splits, sinks, window,
+    scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
+    DUE: tl.constexpr, VALID: tl.constexpr,
+    MEMORY: tl.constexpr, A: tl.constexpr, CAP: tl.constexpr, PERCEPTRON: tl.constexpr, N: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """MEMORY (0 or 1) + PERCEPTRON programs a head score, the memory's first; then come ``splits`` a head that attend."""
+    SCORERS: tl.constexpr = MEMORY + PERCEPTRON
+    program = tl.program_id(0)
+    attends = program >= heads * SCORERS
+    index = program - heads * SCORERS
+    head = tl.where(attends, index // splits, program % heads).to(tl.int64)
+    row = head // H
+    t = tl.load(seen + row).to(tl.int32)
+    real = tl.load(valid + row) != 0 if VALID else t >= 0
+    if attends:
+        _attend(
+            q, keys, values, position, priority, pins, least, ring, parts, stats, marks, notes, priority_of_old,
+            head, index % splits, row, t, real, M, split, splits, sinks, window,
+            scale, G, D, V, P, DUE, BLOCK_G, BLOCK_M, BLOCK_W, BLOCK_D, BLOCK_V, PRECISION,
+        )  # fmt: skip
+    elif SCORERS > 0:
+        own, which = head % H, program // heads
+        slot = _due_slot(ring, head, t, window, DUE)
+        there = slot >= 0
+        new_key, new_value = k + head * D, v + head * V
+        due_key, due_value = keys + (head * M + slot) * D, values + (head * M + slot) * V
+        own_shift, own_spread = shift + own * (D + V), spread + own * (D + V)
+        score = scores + head * SCORERS + which
+        if MEMORY:  # noqa: SIM102 (one is known when this is compiled, the other when it runs)
+            if which == 0:
+                _memory(
+                    new_key, new_value, due_key, due_value, there, own_shift, own_spread,
+                    w_q, w_k, w_v, w_i, w_f, b_f, a, b, C + head * (2 * A * (A + 1)), m + head, score, own, real,
+                    CAP, DUE, D, V, A, BLOCK_A, BLOCK_C, BLOCK_E,
+                )  # fmt: skip
+        if PERCEPTRON:  # noqa: SIM102
+            if which >= MEMORY:
+                _mlp(
+                    new_key, new_value, due_key, due_value, there, own_shift, own_spread, w1, b1, w2, b2, score, own,
+                    which - MEMORY, DUE, D, V, N, UNITS, BLOCK_E,
+                )  # fmt: skip
+
+
+@triton.jit
+def _worst_next(
+    stats, marks, head, splits, old, old_rank, old_position, due, due_rank, due_position, new, new_rank, new_position,
+    G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Slot of the worst candidate when the next token comes, -1 for none. Who is no candidate has position NONE."""
+    s = tl.arange(0, BLOCK_S)
+    rank = tl.load(stats + (head * splits + s) * (2 * G + 1) + 2 * G, mask=s < splits, other=float("inf"))
+    where = tl.load(marks + (head * splits + s) * 2, mask=s < splits, other=NONE)
+    slots = tl.load(marks + (head * splits + s) * 2 + 1, mask=s < splits, other=-1)
+    lowest = tl.min(rank, 0)
+    oldest = tl.min(tl.where(rank == lowest, where, NONE), 0)
+    slot = tl.max(tl.where((rank == lowest) & (where == oldest), slots, -1), 0)
+    if _before(old_rank, old_position, lowest, oldest):
+        slot, lowest, oldest = old, old_rank, old_position
+    if _before(due_rank, due_position, lowest, oldest):
+        slot, lowest, oldest = due, due_rank, due_position
+    if _before(new_rank, new_position, lowest, oldest):
+        slot = new
+    return slot
+
+
+@triton.jit
+def _finish(
+    q, k, v, keys, values, position, priority, seen, valid, pins, least, ring, fresh, log_gamma,
+    parts, stats, marks, notes, scores, priority_of_old, out,
+    H, M, splits, sinks, window, decay_step,
+    scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
+    DUE: tl.constexpr, VALID: tl.constexpr, SCORERS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1)
+    row = head // H
+    t = tl.load(notes + head * NOTES)
+    old = tl.load(notes + head * NOTES + 1)
+    old_position = tl.load(notes + head * NOTES + 2)
+    due = tl.load(notes + head * NOTES + 3)
+    old_rank = tl.load(priority_of_old + head)
+    real = tl.load(valid + row) != 0 if VALID else t >= 0
+    full = t >= M
+
+    if SCORERS > 0:
+        p = tl.arange(0, BLOCK_P)
+        score = tl.sum(tl.load(scores + head * SCORERS + p, mask=p < SCORERS, other=0.0), 0)
+        bucket = (t - window if DUE else t) // decay_step
+        # The product is exact in float64 and rounded once: never fused with the sum, which would round otherwise than torch.
+        decay = bucket.to(tl.float32).to(tl.float64) * tl.load(log_gamma + head % H).to(tl.float32).to(tl.float64)
+        made = score - decay.to(tl.float32)
+    else:
+        made = tl.load(fresh + head)
+
+    # Of the two that may go, which one does.
+    rank = _as_rank(made)
+    ranked = (due >= 0) & (t - window >= sinks)
+    new_ranked = (t >= sinks) & (t <= (t if DUE else t + 1) - window)  # already when the next token comes
+    for p in tl.static_range(P):
+        begin = tl.load(pins + (row * P + p) * 2)
+        end = tl.load(pins + (row * P + p) * 2 + 1)
+        ranked &= ~((t - window >= begin) & (t - window < end))
+        new_ranked &= ~((t >= begin) & (t < end))
+    due_position = tl.where(ranked, t - window, NONE)
+    due_rank = tl.where(ranked, rank, float("inf"))
+    due_goes = _before(due_rank, due_position, old_rank, old_position)
+    target = tl.where(full, tl.maximum(tl.where(due_goes, due, old), 0), t).to(tl.int64) + head * M
+    stays = tl.where(due_goes, old, due)
+    added = real & full & (stays >= 0)
+
+    s, d, e = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    query = tl.load(q + (head * G + g) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    new_key = tl.load(k + head * D + d, mask=d < D, other=0.0).to(keys.dtype.element_ty)
+    new_value = tl.load(v + head * V + e, mask=e < V, other=0.0).to(values.dtype.element_ty)
+    key = tl.load(keys + (head * M + stays) * D + d, mask=added & (d < D), other=0.0).to(tl.float32)
+    value = tl.load(values + (head * M + stays) * V + e, mask=added & (e < V), other=0.0).to(tl.float32)
+    new_logit = tl.where(real, tl.sum(query * new_key.to(tl.float32), 0) * scale, float("-inf"))
+    logit = tl.where(added, tl.sum(query * key, 0) * scale, float("-inf"))
+    highest = tl.maximum(new_logit, logit)
+    for start in range(0, splits, BLOCK_T):
+        at = (head * splits + start + s) * (2 * G + 1) + g
+        highest = tl.maximum(highest, tl.max(tl.load(stats + at, mask=start + s < splits, other=float("-inf")), 0))
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    new_weight, weight = tl.exp(new_logit - highest), tl.exp(logit - highest)
+    mass = new_weight + weight
+    summed = new_weight * new_value.to(tl.float32) + weight * value
+    for start in range(0, splits, BLOCK_T):
+        inside = start + s < splits
+        at = head * splits + start + s
+        shrink = tl.exp(tl.load(stats + at * (2 * G + 1) + g, mask=inside, other=float("-inf")) - highest)
+        mass += tl.sum(shrink * tl.load(stats + at * (2 * G + 1) + G + g, mask=inside, other=0.0), 0)
+        part = tl.load(parts + (at[:, None] * G + g) * V + e, mask=inside[:, None] & (e < V), other=0.0)
+        summed += tl.sum(shrink[:, None] * part, 0)
+    result = tl.where(mass > 0, summed / tl.where(mass > 0, mass, 1.0), 0.0)
+    tl.store(out + (head * G + g) * V + e, result.to(out.dtype.element_ty), mask=e < V)
+
+    if g == 0:
+        tl.store(keys + target * D + d, new_key, mask=(d < D) & real)
+        tl.store(values + target * V + e, new_value, mask=(e < V) & real)
+        tl.store(position + target, t, mask=real)
+        tl.store(priority + target, 0.0 if DUE else made, mask=real)
+        due_goes = due_goes & full
+        tl.store(priority + head * M + due, made, mask=real & (due >= 0) & ~due_goes)
+        slot = (target - head * M).to(tl.int32)
+        tl.store(ring + head * window + t % window, slot, mask=real)
+        old_stays = ~full | due_goes
+        old_position = tl.where(old_stays, old_position, NONE)
+        old_rank = tl.where(old_stays, old_rank, float("inf"))
+        due_position = tl.where(due_goes, NONE, due_position)
+        due_rank = tl.where(due_goes, float("inf"), due_rank)
+        worst = _worst_next(
+            stats, marks, head, splits, old, old_rank, old_position, due, due_rank, due_position,
+            slot, tl.where(new_ranked, rank, float("inf")), tl.where(new_ranked, t, NONE), G, BLOCK_S,
+        )  # fmt: skip
+        tl.store(least + head, worst, mask=real)
+        tl.store(seen + row, (t + 1).to(tl.int64), mask=real & (head % H == 0))
+
+
+def _scoring(
+    scorer: Weights | Tensor, state: tuple[Tensor, ...], unused: Tensor
+) -> tuple[tuple[Tensor, ...], dict[str, int | float]]:
+    """(tensors, sizes) that the first launch takes for its scorer; ``unused`` stands in for what this scorer lacks."""
+    shift, spread, mlp, memory, C, m = unused, unused, (unused,) * 4, (unused,) * 8, unused, unused
+    perceptron, remembers, N, A, cap = 0, 0, 1, 1, 0.0
+    if isinstance(scorer, Weights):
+        shift, spread = scorer.shift_HE, scorer.scale_HE
+        if scorer.mlp is not None:
+            x = scorer.mlp
+            mlp, N = (x.w1_HEN, x.b1_HN, x.w2_HN, x.b2_H), x.w1_HEN.shape[-1]
+            perceptron = triton.cdiv(N, UNITS)
+        if scorer.memory is not None:
+            y = scorer.memory
+            memory = (y.w_q_HEA, y.w_k_HEA, y.w_v_HEA, y.w_i_HE, y.w_f_HE, y.b_f_H, y.a_HA, y.b_H)
+            (C, m), remembers, A, cap = state, 1, y.w_q_HEA.shape[-1], y.gate_cap
+    sizes = {"MEMORY": remembers, "PERCEPTRON": perceptron, "A": A, "N": N, "CAP": cap}
+    return (shift, spread, *mlp, *memory, C, m), sizes
+
+
+def step(
+    q_BR1D: Tensor,
+    k_BH1D: Tensor,
+    v_BH1V: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    priority: Tensor,
+    seen_B: Tensor,
+    least_BH: Tensor,
+    ring_BHw: Tensor,
+    scorer: Weights | Tensor,
+    state: tuple[Tensor, ...],
+    log_gamma_H: Tensor,
+    decay_step: int,
+    sinks: int,
+    window: int,
+    due: bool,
+    scale: float,
+    valid_B: Tensor | None,
+    pins_BP2: Tensor | None,
+) -> Tensor:
+    """See ``api.step``."""
+    (B, H, M, D), V = keys.shape, values.shape[-1]
+    R = q_BR1D.shape[1]
+    heads, G, device = B * H, R // H, keys.device
+    blocks = triton.cdiv(M, BLOCK)
+    split = triton.cdiv(blocks, max(1, min(triton.cdiv(PROGRAMS, heads), blocks))) * BLOCK
+    splits = triton.cdiv(M, split)
+    weights, sizes = _scoring(scorer, state, log_gamma_H)
+    scorers = int(sizes["MEMORY"] + sizes["PERCEPTRON"])
+    parts = torch.empty(heads, splits, G, V, dtype=torch.float32, device=device)
+    stats = torch.empty(heads, splits, 2 * G + 1, dtype=torch.float32, device=device)
+    marks = torch.empty(heads, splits, 2, dtype=torch.int32, device=device)
+    notes = torch.empty(heads, NOTES.value, dtype=torch.int32, device=device)
+    scores = torch.empty(heads, max(1, scorers), dtype=torch.float32, device=device)
+    priority_of_old = torch.empty(heads, dtype=torch.float32, device=device)
+    out = torch.empty(B, R, 1, V, dtype=q_BR1D.dtype, device=device)
+    q, k, v = q_BR1D.contiguous(), k_BH1D.contiguous(), v_BH1V.contiguous()
+    # What stands in for an argument that is not there must not be written: a compiler keeps apart what is passed twice.
+    valid = q if valid_B is None else valid_B.contiguous()
+    pins, P = (q, 0) if pins_BP2 is None else (pins_BP2, pins_BP2.shape[1])
+    common = dict(
+        scale=scale, G=G, D=D, V=V, P=P, DUE=due, VALID=valid_B is not None,
+        BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
+    )  # fmt: skip
+    BLOCK_A = triton.next_power_of_2(int(sizes["A"]))
+    _attend_and_score[(heads * (scorers + splits),)](
+        q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw,
+        *weights,
+        parts, stats, marks, notes, scores, priority_of_old,
+        heads, H, M, split, splits, sinks, window,
+        **common, **sizes,
+        UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A), BLOCK_E=CHANNELS,
+        BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK, BLOCK_W=min(512, triton.next_power_of_2(split)),
+        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+        num_warps=4 if max(D, V) <= 128 else 8,  # a wider head does not fit into the registers of 4
+    )  # fmt: skip
+    _finish[(heads, G)](
+        q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw,
+        priority_of_old if isinstance(scorer, Weights) else scorer.contiguous(), log_gamma_H,
+        parts, stats, marks, notes, scores, priority_of_old, out,
+        H, M, splits, sinks, window, decay_step,
+        **common, SCORERS=scorers, BLOCK_P=triton.next_power_of_2(max(1, scorers)),
+        BLOCK_S=triton.next_power_of_2(splits), BLOCK_T=min(32, triton.next_power_of_2(splits)), num_warps=4,
+    )  # fmt: skip
+    return out
