@@ -46,7 +46,7 @@ FIRST = {"torch": "2.11.0+cu130", "transformers": "5.17.0"}  # of rows from befo
 DEFAULTS: dict[str, Any] = dict(
     policy="kvpop", scorer="mlp+mlstm", mode="scorer", seed=0, steps=300, batch=4, inner=2, lr=2e-3, base_lr=8e-5, power=2.0,
     aggregate="max", lse="sparse", decay=-5.0, window=WINDOW, train_budget=None, share=RETRIEVAL_SHARE, packing=None,
-    emitted_by="next", regret=1.0, balance=False, ramp=0.6,
+    emitted_by="next", regret=1.0, balance=False, residual=0, decay_lr=0.1, ramp=0.6,
 )  # fmt: skip
 SCORERS = {"mlp": "mlp", "mlstm": "mlstm", "immediate": "mlstm-immediate", "sum": "mlp+mlstm"}
 
@@ -56,12 +56,15 @@ def all_runs() -> dict[str, dict[str, Any]]:
     for seed in (0, 1):
         for name, scorer in SCORERS.items():
             runs[f"scorer/{name}/{seed}"] = dict(scorer=scorer, seed=seed)
-        runs[f"scorer/dms/{seed}"] = dict(policy="dms", seed=seed, train_budget=512)
+        for emitter in ("next", "self"):
+            name = "dms" if emitter == "next" else "dms-self"
+            runs[f"scorer/{name}/{seed}"] = dict(policy="dms", emitted_by=emitter, seed=seed, train_budget=512)
         full = dict(mode="full", seed=seed, train_budget=min(BUDGETS), steps=200, inner=1)
         for name, scorer in SCORERS.items():
             runs[f"full/{name}/{seed}"] = dict(scorer=scorer, **full)
         for name in ("streaming", "dms"):
             runs[f"full/{name}/{seed}"] = dict(policy=name, **full)
+        runs[f"full/dms-self/{seed}"] = dict(policy="dms", emitted_by="self", **full)
     ablations: dict[str, dict[str, Any]] = {
         "base": {}, "dense-lse": dict(lse="dense"), "p1": dict(power=1.0), "p4": dict(power=4.0),
         "mean": dict(aggregate="mean"), "no-decay": dict(decay=0.0), "decay-1": dict(decay=-1.0),
@@ -69,6 +72,8 @@ def all_runs() -> dict[str, dict[str, Any]]:
         "w32": dict(window=32), "w128": dict(window=128), "lr1": dict(lr=1e-3),
         "lr4": dict(lr=4e-3), "no-retrieval": dict(share=0.0), "half-retrieval": dict(share=0.5),
         "paper-weights": dict(regret=0.0, balance=True), "unbalanced": dict(regret=0.0), "regret-half": dict(regret=0.5),
+        "residual": dict(residual=64, power=1.0), "residual-half": dict(residual=64, power=1.0, regret=0.5),
+        "residual-decay": dict(residual=64, power=1.0, decay_lr=1.0), "residual-p2": dict(residual=64),
         "immediate": dict(scorer="mlstm-immediate"), "delayed": dict(scorer="mlstm"), "sum": dict(scorer="mlp+mlstm"),
         "isolated-pieces": dict(packing="isolated"), "shared-pieces": dict(packing="shared"),
         "long": dict(steps=1200), "dms": dict(policy="dms", train_budget=512),
@@ -260,7 +265,8 @@ def train(
     config = DistillConfig(
         mode=mode, steps=s["steps"], seed=s["seed"], scorer_lr=s["lr"], base_lr=s["base_lr"], train_long=longs,
         inner_updates=s["inner"] if s["policy"] == "kvpop" else 1,
-        target=Target(power=s["power"], aggregate=s["aggregate"], lse=s["lse"]),
+        target=Target(power=s["power"], aggregate=s["aggregate"], lse=s["lse"], residual=s["residual"]),
+        decay_lr_ratio=s["decay_lr"],
         loss=BoundaryLoss(
             samples=0, min_future=128, regret=s["regret"], balance=(0.5, 4.0) if s["balance"] else (1.0, 1.0)
         ),
@@ -288,7 +294,9 @@ def train(
         model, _ = load_base(model_id, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
         weights = changed_weights(model, out)
     detach(model)
-    label = {"kvpop": f"kvpop-{s['scorer']}"}.get(s["policy"], s["policy"])
+    label = f"kvpop-{s['scorer']}" if s["policy"] == "kvpop" else s["policy"]
+    if s["policy"] == "dms" and s["emitted_by"] == "self":
+        label = "dms-self"
     if s["policy"] == "dms":
         texts, _ = held_out(data, "validation", tokenizer, 6, 0)
         return model, [Entry(label, b, matched(model, trained, texts, b, weights), weights) for b in BUDGETS]

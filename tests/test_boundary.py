@@ -53,7 +53,7 @@ def test_the_teacher_sorts_the_eligible_tokens(seed: int, budget: Budget, L: int
     s, w, k = budget.sinks, budget.window, budget.long
     found = {}
     for n, h, p in decisions.valid_NHP.nonzero().tolist():
-        new = int(decisions.new_NP[n, p])
+        new = int(decisions.new_NHP[n, h, p])
         assert (n, h, new) not in found
         found[n, h, new] = (
             int(decisions.boundary_NHP[n, h, p]),
@@ -196,7 +196,7 @@ def test_weights_and_loss_are_the_equations(seed: int, budget: Budget, L: int, c
     total = 0.0
     for (n, h, p), omega in expected.items():
         assert weights[n, h, p].item() == pytest.approx(omega, rel=1e-5)
-        new, boundary = int(decisions.new_NP[n, p]), int(decisions.boundary_NHP[n, h, p])
+        new, boundary = int(decisions.new_NHP[n, h, p]), int(decisions.boundary_NHP[n, h, p])
         y = decisions.label_NHP[n, h, p].item()
         difference = (student[n, h, new] - student[n, h, boundary]).item()
         total += omega * math.log1p(math.exp(-y * difference / config.temperature))
@@ -296,7 +296,7 @@ def test_the_regret_is_the_mass_at_stake_without_the_decay() -> None:
     decisions = decide(table, arrival, valid)
     assert torch.equal(decisions.label_NHP, teacher_decisions(priority, arrival, valid, budget).label_NHP)
     for n, h, p in decisions.valid_NHP.nonzero().tolist():
-        new, boundary = int(decisions.new_NP[n, p]), int(decisions.boundary_NHP[n, h, p])
+        new, boundary = int(decisions.new_NHP[n, h, p]), int(decisions.boundary_NHP[n, h, p])
         lost = abs(math.exp(target[n, h, new].item()) - math.exp(target[n, h, boundary].item()))
         assert decisions.regret_NHP[n, h, p].item() == pytest.approx(lost, rel=1e-6)
 
@@ -328,7 +328,7 @@ def test_the_balance_is_clipped() -> None:
     label = torch.ones(1, 2, 10)
     label[0, 0, 9] = -1
     zero = torch.zeros(1, 2, 10)
-    decisions = Decisions(torch.zeros(1, 10).long(), zero.long(), label, zero, zero, zero == 0)
+    decisions = Decisions(zero.long(), zero.long(), label, zero, zero, zero == 0)
     weight = decision_weights(decisions, BoundaryLoss(balance=(0.6, 4.0)))[0]
     ratio = (weight / weight[0, 0]).tolist()
     assert ratio[0] == pytest.approx([1.0] * 9 + [4.0 / 0.6])  # 1/1.8 is clipped to 0.6, 1/0.2 to 4
@@ -351,7 +351,7 @@ def test_gradients_reach_only_the_compared_tokens_and_the_decay() -> None:
     assert target.grad is None
     compared = torch.zeros(N, H, L, dtype=torch.bool)
     for n, h, p in decisions.valid_NHP.nonzero().tolist():
-        compared[n, h, decisions.new_NP[n, p]] = True
+        compared[n, h, decisions.new_NHP[n, h, p]] = True
         compared[n, h, decisions.boundary_NHP[n, h, p]] = True
     assert torch.equal(score.grad != 0, compared)
     assert not compared[..., : budget.sinks].any()

@@ -91,14 +91,15 @@ def test_a_stack_scores_and_decays_as_its_layers_do(kind: str, rows: tuple) -> N
         assert torch.equal(mine, view.policy.priority(scores[:, heads]))
 
 
+@pytest.mark.parametrize("target", [Target(), Target(residual=8)], ids=["static", "residual"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stack_has_the_target_loss_and_gradients_of_its_layers(kind: str) -> None:
+def test_a_stack_has_the_target_loss_and_gradients_of_its_layers(kind: str, target: Target) -> None:
     model = four_layers(KVpop(BUDGET, scorer=kind))
     views = observed(model, (60, 37), (99,))
     draws = uniform(views[0].documents)
 
     def learned(group: list[LayerView]) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
-        teacher = supervise(group, Target(), BUDGETS)
+        teacher = supervise(group, target, BUDGETS)
         decisions = decisions_of(teacher, LOSS, BUDGETS, draws)
         losses, _ = scorer_losses(teacher, decisions, LOSS, counts_of(decisions, LOSS))
         losses.sum().backward()
@@ -113,10 +114,10 @@ def test_a_stack_has_the_target_loss_and_gradients_of_its_layers(kind: str) -> N
     assert all(loss > 0 for loss in losses)
     alone: dict[str, Tensor] = {}
     for i, view in enumerate(views):
-        found, (loss,), target = learned([view])
+        found, (loss,), target_of = learned([view])
         alone |= found
         torch.testing.assert_close(losses[i], loss, rtol=1e-12, atol=0)
-        torch.testing.assert_close(targets[:, 2 * i : 2 * i + 2], target, rtol=1e-12, atol=0)
+        torch.testing.assert_close(targets[:, 2 * i : 2 * i + 2], target_of, rtol=1e-12, atol=0)
     assert_close(alone, together)
 
 
@@ -314,3 +315,19 @@ def test_nothing_of_the_supervision_hangs_on_a_graph(lse: str) -> None:
     tensors += [table.margin_NHA for table in teacher.tables]
     assert not any(x.requires_grad for x in tensors)
     assert all(isinstance(layer, RankedLayer) for layer in teacher.stack.layers)
+
+
+def test_a_teacher_that_looks_again_decides_while_there_is_a_future() -> None:
+    """Its decisions are those of the residual masses of each document, up to ``min_future`` queries before its end."""
+    views = observed(four_layers(KVpop(BUDGET)), (60, 37), (99,))
+    every = replace(LOSS, samples=0, min_future=12)
+    teacher = supervise(views[:1], Target(residual=8), [BUDGET])
+    (decisions,) = decisions_of(teacher, every, [BUDGET])
+    (found,) = teacher.residual
+    for n, length in enumerate((60, 37, 99)):
+        times = found.time_P[decisions.valid_NHP[n].any(0)]
+        first = BUDGET.slots  # at this position there is one token too many
+        assert bool((times <= length - 12).all())
+        assert bool((times >= first).all())
+        assert len(times) == 0 or int(times.max()) > length - 12 - 8
+    assert bool(decisions.valid_NHP[2].any())

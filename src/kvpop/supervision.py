@@ -27,6 +27,7 @@ from kvpop.core.boundary import (
 )
 from kvpop.core.cutoff import expiry
 from kvpop.core.priority import static_priority
+from kvpop.core.residual import Comparisons, comparisons, residual_mass
 from kvpop.core.target import Target, floored, future_target
 from kvpop.documents import Documents
 from kvpop.ops.sparse_attention.api import NEVER, sparse_attention
@@ -101,6 +102,8 @@ class Supervised:
     tables: tuple[TeacherTable, ...]
     edges_3H: Tensor
     cutoff: Literal["parallel", "compiled"] = "parallel"
+    residual: tuple[Comparisons, ...] = ()
+    """What a teacher that looks again would decide, in place of ``tables``."""
 
 
 @torch.no_grad()
@@ -130,7 +133,15 @@ def supervise(
     under = (log_mass_BHS.exp() < target.epsilon) & has_future
     how = cutoff_impl(impl, docs)  # type: ignore[arg-type]
     target_NHL = docs.to_rows(floored(log_mass_BHS, target.epsilon))
+    residual: tuple[Comparisons, ...] = ()
+    if target.residual:
+        mass_NHCL = residual_mass(
+            docs.to_rows(q), docs.to_rows(k), docs.to_rows(lse), docs.length_N, scale=scale, block=target.residual,
+            power=target.power, aggregate=target.aggregate,
+        )  # fmt: skip
+        residual = tuple(comparisons(mass_NHCL, budget, target.residual) for budget in budgets)
     return Supervised(
+        residual=residual,
         stack=stack,
         x_NHLE=docs.to_rows(torch.cat([k, v], dim=-1)),
         documents=docs,
@@ -145,11 +156,21 @@ def decisions_of(
     teacher: Supervised, config: BoundaryLoss, budgets: Sequence[Budget], uniform_NP: Tensor | None = None
 ) -> list[Decisions]:
     """The decisions that the loss looks at, for each budget; ``uniform_NP`` as in ``sample_arrivals``."""
+    if teacher.residual:
+        return [_of_comparisons(found, teacher.documents.length_N, config) for found in teacher.residual]
     longest = teacher.target_NHL.shape[-1]
     return [
         decide(table, *sample_arrivals(teacher.documents.length_N, budget, config, longest, uniform_NP))
         for budget, table in zip(budgets, teacher.tables, strict=True)
     ]
+
+
+def _of_comparisons(found: Comparisons, length_N: Tensor, config: BoundaryLoss) -> Decisions:
+    valid_NP = found.time_P <= length_N[:, None] - config.min_future
+    return Decisions(
+        found.subject_NHP, found.boundary_NHP, found.label_NHP, found.margin_NHP, found.regret_NHP,
+        found.valid_NHP & valid_NP[:, None],
+    )  # fmt: skip
 
 
 def scorer_losses(
@@ -214,8 +235,7 @@ class Summary:
         right_H = torch.zeros(score_NHL.shape[1], dtype=torch.double, device=score_NHL.device)
         kept_H = torch.zeros_like(right_H)
         for of_budget in decisions:
-            new = of_budget.new_NP[:, None].expand_as(of_budget.boundary_NHP)
-            margin = priority.gather(-1, new) - priority.gather(-1, of_budget.boundary_NHP)
+            margin = priority.gather(-1, of_budget.new_NHP) - priority.gather(-1, of_budget.boundary_NHP)
             right_H += ((margin * of_budget.label_NHP > 0) & of_budget.valid_NHP).sum((0, 2))
             kept_H += ((margin > 0) & of_budget.valid_NHP).sum((0, 2))
         count_H, keep_H = counts_K4H.sum(0)[:2]

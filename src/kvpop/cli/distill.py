@@ -74,6 +74,10 @@ def distill(
     aggregate: Annotated[str, typer.Option(help="max or mean over the query heads of a KV head.")] = "max",
     lse: Annotated[str, typer.Option(help="The target's normaliser: sparse (the student's own) or dense.")] = "sparse",
     regret: Annotated[float, typer.Option(help="Weight decisions by this power of the attention mass at stake; 0: no.")] = 0.0,
+    residual: Annotated[
+        int, typer.Option(min=0, help="Decide by the attention still to come, looked at every so many queries; 0: by all of a "
+                                      "token's future at once.")
+    ] = 0,
     decay: Annotated[
         float | None,
         typer.Option(
@@ -138,7 +142,7 @@ def distill(
         config = DistillConfig(
             mode=mode, steps=steps, seed=seed, scorer_lr=lr, base_lr=base_lr, inner_updates=inner_updates,  # type: ignore[arg-type]
             accumulate=accumulate, lora_rank=lora_rank, impl=how, compute=compute, checkpointing=checkpointing,  # type: ignore[arg-type]
-            checkpoint_every=checkpoint_every, **objectives(target_power, aggregate, lse, regret),
+            checkpoint_every=checkpoint_every, **objectives(target_power, aggregate, lse, regret, residual),
         )  # fmt: skip
         job = Job(
             model, chosen_policy(policy, slots, scorer, span, ratio, gate, start), config,
@@ -216,11 +220,12 @@ def started_budget(start: str, params: dict[str, Any], given: set[str]) -> Budge
     )
 
 
-def objectives(power: float, aggregate: str, lse: str, regret: float) -> dict[str, Any]:
+def objectives(power: float, aggregate: str, lse: str, regret: float, residual: int) -> dict[str, Any]:
     from kvpop.core import BoundaryLoss, Target
 
     loss = BoundaryLoss(regret=regret, balance=(1.0, 1.0)) if regret else BoundaryLoss()
-    return {"target": Target(aggregate=aggregate, power=power, lse=lse), "loss": loss}  # type: ignore[arg-type]
+    target = Target(aggregate=aggregate, power=power, lse=lse, residual=residual)  # type: ignore[arg-type]
+    return {"target": target, "loss": loss}
 
 
 def chosen_policy(

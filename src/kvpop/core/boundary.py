@@ -63,7 +63,7 @@ class Decisions:
     """Teacher decisions at sampled queries: token indices within the row, label +-1, margin in nats, regret in attention
     mass, and which count."""
 
-    new_NP: Tensor
+    new_NHP: Tensor
     boundary_NHP: Tensor
     label_NHP: Tensor
     margin_NHP: Tensor
@@ -158,10 +158,10 @@ def decide(table: TeacherTable, arrival_NP: Tensor, valid_NP: Tensor) -> Decisio
     arrival_NHP = arrival_NP[:, None].expand(N, H, -1)
     if A == 0 or arrival_NP.shape[1] == 0:
         nothing = torch.zeros(arrival_NHP.shape, device=arrival_NP.device)
-        return Decisions(torch.zeros_like(arrival_NP), nothing.long(), nothing, nothing, nothing, nothing.bool())
+        return Decisions(nothing.long(), nothing.long(), nothing, nothing, nothing, nothing.bool())
     boundary_NHP = table.boundary_NHA.gather(-1, arrival_NHP)
     return Decisions(
-        new_NP=arrival_NP + table.sinks,
+        new_NHP=arrival_NHP + table.sinks,
         boundary_NHP=boundary_NHP + table.sinks,
         label_NHP=table.label_NHA.gather(-1, arrival_NHP),
         margin_NHP=table.margin_NHA.gather(-1, arrival_NHP),
@@ -235,8 +235,7 @@ def boundary_losses(
     ``priority_NHL`` are the student's static priorities: their difference is the difference of effective scores at any q,
     ages included, so the decay gets a gradient too. ``counts_4H`` and ``layers`` as in ``decision_weights``.
     """
-    new_NHP = decisions.new_NP[:, None].expand_as(decisions.boundary_NHP)
-    difference = priority_NHL.gather(-1, new_NHP) - priority_NHL.gather(-1, decisions.boundary_NHP)
+    difference = priority_NHL.gather(-1, decisions.new_NHP) - priority_NHL.gather(-1, decisions.boundary_NHP)
     loss_NHP = F.softplus(-decisions.label_NHP * difference / config.temperature)
     weight_NHP = decision_weights(decisions, config, counts_4H, layers)
     loss_NHP = torch.where(decisions.valid_NHP, weight_NHP * loss_NHP, 0.0)

@@ -24,6 +24,10 @@ class Target:
     values keep rare decisive tokens. ``normalise`` divides by the number of future queries (Eq. 17). ``lookahead`` limits
     them to d <= t + w + L (tokens). ``lse``: the student's "sparse" normaliser (Eq. 9) or the "dense" one.
     ``epsilon`` is the floor of the mass.
+
+    ``residual`` (ours; 0 is the paper): a teacher that looks again every so many queries and goes by the attention that tokens
+    receive from there on, see ``residual``. It decides in place of the target's static ranking, which stays what recall is
+    counted against.
     """
 
     aggregate: Literal["max", "mean"] = "max"
@@ -32,6 +36,7 @@ class Target:
     lookahead: int | None = None
     lse: Literal["sparse", "dense"] = "sparse"
     epsilon: float = 1e-8
+    residual: int = 0
 
     def __post_init__(self) -> None:
         if self.aggregate not in ("max", "mean"):
@@ -42,6 +47,8 @@ class Target:
             raise ValueError(f"target lookahead must be at least 0 tokens, got {self.lookahead}")
         if not self.power > 0:
             raise ValueError(f"target power must be positive, got {self.power}")
+        if self.residual < 0:
+            raise ValueError(f"target residual must be at least 0 queries, got {self.residual}")
         if not self.epsilon > 0:
             raise ValueError(f"target epsilon must be positive, got {self.epsilon}")
 

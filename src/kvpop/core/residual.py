@@ -1,0 +1,134 @@
+"""What a token is still worth: the attention it receives from a query on, and what a teacher that goes by it would keep.
+
+The static target says what a token receives in all its future. Of an old token part of that is past, and a fixed decay is a
+poor guess at how much. Here the teacher looks again every ``block`` queries:
+
+    R_c(t) = sum over d >= q_c of p(d -> t)^power,    q_c = c * block
+    held_c = the k best by R_c of (held_{c-1} and the tokens that became eligible in (q_{c-1}, q_c])
+
+and every decision compares a token with the last one that stays, the boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpop.budget import Budget
+
+# Shapes: N rows, R = H * G query heads, H KV heads, L longest row, D head dim, C decision times, U queries between them,
+# P decisions, K long-range slots.
+
+ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
+"""Attention weights that are formed at once, by device: what caches hold, or what keeps a GPU busy."""
+EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class Comparisons:
+    """Decisions of a teacher at the query positions ``time_P``: a token against the boundary, both indices within the row.
+
+    ``label``: +1 if the token stays, -1 if it is dropped; ``margin`` in nats; ``regret`` in attention mass; ``valid``: where
+    there is something to decide.
+    """
+
+    subject_NHP: Tensor
+    boundary_NHP: Tensor
+    label_NHP: Tensor
+    margin_NHP: Tensor
+    regret_NHP: Tensor
+    valid_NHP: Tensor
+    time_P: Tensor
+
+
+@torch.no_grad()
+def residual_mass(
+    q_NRLD: Tensor, k_NHLD: Tensor, lse_NRL: Tensor, length_N: Tensor, *, scale: float, block: int, power: float,
+    aggregate: str,
+) -> Tensor:  # fmt: skip
+    """R [N, H, C, L] with C = ceil(L / block): entry (c, t) counts the queries from c * block on. Float32 or wider.
+
+    Only entries of tokens before query c * block mean anything. ``aggregate`` over the G query heads as in ``Target``.
+    """
+    N, R, L, D = q_NRLD.shape
+    H = k_NHLD.shape[1]
+    wide = torch.promote_types(q_NRLD.dtype, torch.float32)
+    C = -(-L // block)
+    index_L = torch.arange(L, device=q_NRLD.device)
+    silent_NRL = (index_L >= length_N[:, None])[:, None] | (lse_NRL == -torch.inf)
+    lse_NHGL = lse_NRL.to(wide).masked_fill(silent_NRL, torch.inf).view(N, H, R // H, L)
+    q_NHGLD = q_NRLD.view(N, H, R // H, L, D)
+    at_once = max(1, ELEMENTS.get(q_NRLD.device.type, 1 << 22) // max(1, N * R * L * block)) * block
+    mass_NHCL = q_NRLD.new_zeros(N, H, C, L, dtype=wide)
+    for start in range(0, L, at_once):
+        stop = min(start + at_once, L)
+        part = _block_sums(
+            q_NHGLD[..., start:stop, :], k_NHLD[:, :, None, :stop], lse_NHGL[..., start:stop], scale, block, power,
+            aggregate == "max",
+        )  # fmt: skip
+        mass_NHCL[:, :, start // block : start // block + part.shape[2], :stop] = part
+    return mass_NHCL.flip(2).cumsum_(2).flip(2)
+
+
+def _block_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, block: int, power: float, largest: bool) -> Tensor:
+    logit = (q @ k.mT).to(lse.dtype) * scale - lse[..., None]
+    weight_NHGQT = (logit * power).exp()
+    weight_NHQT = weight_NHGQT.amax(2) if largest else weight_NHGQT.mean(2)
+    Q = weight_NHQT.shape[2]
+    if Q % block:
+        weight_NHQT = torch.nn.functional.pad(weight_NHQT, (0, 0, 0, block - Q % block))
+    return weight_NHQT.unflatten(2, (-1, block)).sum(3)
+
+
+@torch.no_grad()
+def comparisons(residual_NHCL: Tensor, budget: Budget, block: int) -> Comparisons:
+    """Follow the teacher through every row and head: the decisions at those of its times where something is dropped.
+
+    At each: every token that has just become eligible, every older one that is dropped, and ``block`` of those that stay,
+    spread evenly over their ranks. Of equals the one that was held before stays. A token is not compared with itself.
+    """
+    N, H, C, _ = residual_NHCL.shape
+    s, w, k, U, device = budget.sinks, budget.window, budget.long, block, residual_NHCL.device
+    held_NHK = torch.full((N, H, k), -1, dtype=torch.long, device=device)  # -1: an empty slot
+    spread_U = ((torch.arange(U, device=device) + 0.5) * (k - 1) / U).long()
+    first = -(-(s + w + k) // U)  # before there are no more eligible tokens than slots
+    found: list[tuple[Tensor, ...]] = []
+    for c in range(1, C):
+        worth_NHL, newest = residual_NHCL[:, :, c], c * U - w
+        new_U = torch.arange(newest - U + 1, newest + 1, device=device)
+        new_NHU = new_U.where(new_U >= s, -1).expand(N, H, U)
+        among = torch.cat([held_NHK, new_NHU], -1)
+        order = _worth(worth_NHL, among).argsort(dim=-1, descending=True, stable=True)
+        held_NHK, dropped_NHU = among.gather(-1, order).split([k, U], -1)
+        if c < first:
+            continue
+        stays = torch.ones_like(new_NHU, dtype=torch.bool)
+        new_stays = (new_NHU[..., None] != dropped_NHU[..., None, :]).all(-1)
+        old_NHU = dropped_NHU.where(dropped_NHU <= newest - U, -1)
+        subject = torch.cat([held_NHK[..., spread_U], old_NHU, new_NHU], -1)
+        boundary = held_NHK[..., -1:].expand_as(subject)
+        label = torch.cat([stays, ~stays, new_stays], -1)
+        found.append((subject, boundary, label, _worth(worth_NHL, subject), _worth(worth_NHL, boundary)))
+    if not found:
+        nothing = residual_NHCL.new_zeros(N, H, 0)
+        none = nothing.long()
+        return Comparisons(none, none, nothing, nothing, nothing, nothing.bool(), none[0, 0])
+    subject, boundary, stays, worth, least = (torch.cat(x, -1) for x in zip(*found))
+    valid = (subject >= 0) & (subject != boundary)
+    label = torch.where(stays, 1.0, -1.0).to(worth.dtype)
+    worth = worth.where(valid, 0.0)
+    return Comparisons(
+        subject_NHP=subject.clamp(min=0),
+        boundary_NHP=boundary,
+        label_NHP=label,
+        margin_NHP=label * ((worth + EPSILON).log() - (least + EPSILON).log()),
+        regret_NHP=(worth - least).abs(),
+        valid_NHP=valid,
+        time_P=(torch.arange(C - len(found), C, device=device) * U).repeat_interleave(3 * U),
+    )
+
+
+def _worth(worth_NHL: Tensor, token_NHT: Tensor) -> Tensor:
+    return worth_NHL.gather(-1, token_NHT.clamp(min=0)).where(token_NHT >= 0, -torch.inf)

@@ -1,0 +1,92 @@
+"""A teacher that looks again: its masses against sums written out, its decisions against a walk through the row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpop.budget import Budget
+from kvpop.core import residual
+from kvpop.core.residual import comparisons, residual_mass
+
+# Shapes: N rows, R = H * G query heads, H KV heads, L longest row, C decision times, P decisions.
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+@pytest.mark.parametrize("aggregate", ["max", "mean"])
+@pytest.mark.parametrize("elements", [1, 1 << 22])
+def test_a_mass_is_the_sum_over_the_queries_from_there_on(
+    power: float, aggregate: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(residual.ELEMENTS, "cpu", elements)
+    N, H, G, L, D, block = 2, 2, 3, 37, 8, 5
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(N, heads, L, D, generator=generator, dtype=torch.double) for heads in (H * G, H))
+    lse = torch.randn(N, H * G, L, generator=generator, dtype=torch.double) + 2
+    lse[0, 0, 20] = -torch.inf  # a query without keys sends nothing
+    length = torch.tensor([L, 23])
+    mass = residual_mass(q, k, lse, length, scale=0.3, block=block, power=power, aggregate=aggregate)
+    assert mass.shape == (N, H, math.ceil(L / block), L)
+    for n in range(N):
+        for h in range(H):
+            for c in range(mass.shape[2]):
+                for t in range(c * block):
+                    total = 0.0
+                    for d in range(c * block, int(length[n])):
+                        sent = [
+                            0.0 if lse[n, r, d] == -torch.inf
+                            else float((0.3 * q[n, r, d].dot(k[n, h, t]) - lse[n, r, d]).exp() ** power)
+                            for r in range(h * G, (h + 1) * G)
+                        ]  # fmt: skip
+                        total += max(sent) if aggregate == "max" else sum(sent) / G
+                    assert mass[n, h, c, t] == pytest.approx(total, rel=1e-9)
+
+
+def walk(worth: Tensor, budget: Budget, block: int) -> dict[int, list[tuple[int, int, int, float]]]:
+    """Of one head: for each decision time its (subject, boundary, label, regret)."""
+    C, s, w, k = worth.shape[0], budget.sinks, budget.window, budget.long
+    held: list[int] = []
+    found = {}
+    for c in range(1, C):
+        new = [t for t in range((c - 1) * block - w + 1, c * block - w + 1) if t >= s]
+        ranked = sorted(held + new, key=lambda t: -float(worth[c, t]))
+        held, dropped = ranked[:k], ranked[k:]
+        if not dropped:
+            continue
+        last = held[-1]
+        subjects = [(t, 1) for t in new if t in held] + [(t, -1) for t in dropped]
+        subjects += [(held[int((i + 0.5) * (k - 1) / block)], 1) for i in range(block)]
+        found[c * block] = sorted(
+            (t, last, label, abs(float(worth[c, t] - worth[c, last]))) for t, label in subjects if t != last
+        )
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sinks=st.integers(0, 3), window=st.integers(1, 9), long=st.integers(1, 12), block=st.integers(1, 7),
+    L=st.integers(1, 60), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_decisions_are_those_of_a_walk(sinks: int, window: int, long: int, block: int, L: int, seed: int) -> None:
+    budget = Budget(sinks, window, long)
+    generator = torch.Generator().manual_seed(seed)
+    worth = torch.rand(1, 2, math.ceil(L / block), L, generator=generator, dtype=torch.double)
+    found = comparisons(worth, budget, block)
+    for h in range(2):
+        expected = walk(worth[0, h], budget, block)
+        actual: dict[int, list[tuple[int, int, int, float]]] = {time: [] for time in expected}
+        for p in found.valid_NHP[0, h].nonzero()[:, 0].tolist():
+            actual[int(found.time_P[p])].append(
+                (
+                    int(found.subject_NHP[0, h, p]), int(found.boundary_NHP[0, h, p]), int(found.label_NHP[0, h, p]),
+                    float(found.regret_NHP[0, h, p]),
+                )
+            )  # fmt: skip
+        assert {time: sorted(made) for time, made in actual.items()} == expected
+        margin = found.margin_NHP[found.valid_NHP]
+        assert bool((margin >= 0).all())
