@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -60,7 +61,8 @@ def test_shell_snippets_name_commands_and_options_that_exist() -> None:
     assert len(commands) >= 4
     for command in commands:
         words = shlex.split(command, comments=True)[1:]
-        shown = CliRunner().invoke(app, [words[0], "--help"], env={"COLUMNS": "300", "TERM": "dumb"})
+        named = list(itertools.takewhile(lambda word: not word.startswith("--"), words))  # subcommands, and arguments
+        shown = CliRunner().invoke(app, [*named, "--help"], env={"COLUMNS": "300", "TERM": "dumb"})
         assert shown.exit_code == 0, command
         for word in words:
             if word.startswith("--"):

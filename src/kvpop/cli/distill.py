@@ -70,10 +70,13 @@ def distill(
     lora_rank: Annotated[int, typer.Option(min=1)] = 16,
     seed: SeedOption = 0,
     inner_updates: Annotated[int, typer.Option(help="Scorer updates per forward pass (scorer mode).")] = 1,
-    target_power: Annotated[float, typer.Option(help="Power mean over future queries; 1: the plain mean.")] = 1.0,
+    target_power: Annotated[float, typer.Option(help="Power mean over future queries; 1: the plain mean (the paper's).")] = 2.0,
     aggregate: Annotated[str, typer.Option(help="max or mean over the query heads of a KV head.")] = "max",
     lse: Annotated[str, typer.Option(help="The target's normaliser: sparse (the student's own) or dense.")] = "sparse",
-    regret: Annotated[float, typer.Option(help="Weight decisions by this power of the attention mass at stake; 0: no.")] = 0.0,
+    regret: Annotated[
+        float, typer.Option(help="Weight decisions by this power of the attention mass at stake; 0: as in the paper, by log "
+                                 "margins and with keeps and drops balanced.")
+    ] = 1.0,
     residual: Annotated[
         int, typer.Option(min=0, help="Decide by the attention still to come, looked at every so many queries; 0: by all of a "
                                       "token's future at once.")
