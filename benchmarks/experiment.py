@@ -46,7 +46,7 @@ FIRST = {"torch": "2.11.0+cu130", "transformers": "5.17.0"}  # of rows from befo
 DEFAULTS: dict[str, Any] = dict(
     policy="kvpop", scorer="mlp+mlstm", mode="scorer", seed=0, steps=300, batch=4, inner=2, lr=2e-3, base_lr=8e-5, power=2.0,
     aggregate="max", lse="sparse", decay=-5.0, window=WINDOW, train_budget=None, share=RETRIEVAL_SHARE, packing=None,
-    emitted_by="next", regret=1.0, balance=False, residual=0, decay_lr=0.1, ramp=0.6,
+    emitted_by="next", regret=1.0, balance=False, residual=0, decay_lr=0.1, ramp=0.6, impl="flex",
 )  # fmt: skip
 SCORERS = {"mlp": "mlp", "mlstm": "mlstm", "immediate": "mlstm-immediate", "sum": "mlp+mlstm"}
 
@@ -270,7 +270,7 @@ def train(
         loss=BoundaryLoss(
             samples=0, min_future=128, regret=s["regret"], balance=(0.5, 4.0) if s["balance"] else (1.0, 1.0)
         ),
-        impl="flex" if torch.cuda.is_available() else "reference",
+        impl=s["impl"] if torch.cuda.is_available() else "reference",
         compute="bfloat16" if mode == "full" else "same",
         gate_ramp=s["ramp"], log_every=10,
         checkpoint_every=10**9,

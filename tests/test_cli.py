@@ -390,7 +390,7 @@ def test_answers_count_at_the_nearest_depth():
         (["--target-power", "0"], "power must be positive, got 0.0"),
         (["--inner-updates", "0"], "inner_updates must be at least 1, got 0"),
         (["--lr", "0"], "scorer_lr must be positive and finite, got 0.0"),
-        (["--impl", "fast"], "--impl must be auto, reference or flex, got 'fast'"),
+        (["--impl", "fast"], "--impl must be auto, reference, flex or triton, got 'fast'"),
         (["--dtype", "int8"], "float32, bfloat16, float16, auto, got 'int8'"),
         (["--device", "toaster"], "--device toaster"),
         (["--device", "cuda:99"], "--device cuda:99"),
@@ -413,6 +413,7 @@ def test_answers_count_at_the_nearest_depth():
         (["--where", "effort"], "--where is written field=value, got 'effort'"),
         (["--steps", "100000", "--batch-size", "64", "--data", "some/corpus"], "memory (at most 200,000,000)"),
         (["--impl", "flex", "--device", "cpu"], "--impl flex needs a GPU"),
+        (["--impl", "triton", "--device", "cpu"], "--impl triton needs a GPU"),
     ],
 )
 def test_distill_refuses_before_the_model_is_loaded(tmp_path, no_model, words, message):

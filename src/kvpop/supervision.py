@@ -32,7 +32,7 @@ from kvpop.core.target import Target, floored, future_target
 from kvpop.documents import Documents
 from kvpop.ops.sparse_attention.api import NEVER, sparse_attention
 from kvpop.policies import LayerView, RankedLayer
-from kvpop.policies.base import cutoff_impl
+from kvpop.policies.base import cutoff_impl, dense_impl
 from kvpop.scorers import Scorer
 
 # Shapes: B batch, H KV heads of all layers of a stack, S sequence, N documents, L longest document, P decisions.
@@ -123,7 +123,7 @@ def supervise(
     q, k, v = (torch.cat([getattr(view, name).detach() for view in views], dim=1) for name in ("q", "k", "v"))
     if target.lse == "dense":
         never = torch.full(k.shape[:3], NEVER, dtype=torch.int32, device=k.device).minimum(docs.end_BS[:, None].int())
-        _, lse = sparse_attention(q, k, v, never, scale=scale, impl=impl)  # type: ignore[arg-type]
+        _, lse = sparse_attention(q, k, v, never, scale=scale, impl=dense_impl(impl))  # type: ignore[arg-type]
     else:
         lse = torch.cat([view.lse.detach() for view in views], dim=1)
     log_mass_BHS = future_target(

@@ -104,7 +104,7 @@ def distill(
     compute: Annotated[
         str, typer.Option(help="same, or bfloat16 copies of wider weights; auto: bfloat16 on a GPU where the model is trained.")
     ] = "auto",
-    impl: Annotated[str, typer.Option(help="reference or flex; auto: flex on a GPU.")] = "auto",
+    impl: Annotated[str, typer.Option(help="reference, flex or triton (not for DMS); auto: flex on a GPU.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Train a policy for a model: scorers, gates, and if wanted the model. Ctrl-C is safe: the same command goes on from where
@@ -116,10 +116,10 @@ def distill(
     from kvpop.watch import check_writers
 
     place, _ = placement(device, "auto")
-    if impl not in ("auto", "reference", "flex"):
-        raise ValueError(f"--impl must be auto, reference or flex, got {impl!r}")
-    if impl == "flex" and place.type == "cpu":
-        raise ValueError(f"--impl flex needs a GPU, this run is on {place}: use reference")
+    if impl not in ("auto", "reference", "flex", "triton"):
+        raise ValueError(f"--impl must be auto, reference, flex or triton, got {impl!r}")
+    if impl in ("flex", "triton") and place.type == "cpu":
+        raise ValueError(f"--impl {impl} needs a GPU, this run is on {place}: use reference")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: a run needs a directory")
     how: Any = ("flex" if place.type == "cuda" else "reference") if impl == "auto" else impl

@@ -56,7 +56,7 @@ class DistillConfig:
     lora_rank: int = 16
     target: Target = field(default_factory=Target)
     loss: BoundaryLoss = field(default_factory=BoundaryLoss)
-    impl: Literal["reference", "flex"] = "reference"
+    impl: Literal["reference", "flex", "triton"] = "reference"
     compute: Compute = "same"
     checkpointing: bool = False
     stack_elements: int = 2**28

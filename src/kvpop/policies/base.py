@@ -158,7 +158,7 @@ class LayerPolicy(nn.Module, ABC):
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         end_BHS = seq.documents.end_BS[:, None].expand(k.shape[:3]).int()
-        return sparse_attention(q, k, v, end_BHS, scale=scale, impl=seq.impl)[0]
+        return sparse_attention(q, k, v, end_BHS, scale=scale, impl=dense_impl(seq.impl))[0]
 
     bounded = True
     """Whether the stores have a fixed size."""
@@ -181,10 +181,11 @@ class LayerPolicy(nn.Module, ABC):
         scale: float,
         seq: SequencePass,
         score: Tensor | None = None,
+        live: int | None = None,
     ) -> Tensor:
-        """Attend under an expiry that is cut at document ends, and tell the observer."""
+        """Attend under an expiry that is cut at document ends, and tell the observer. ``live``: keys a query sees at most."""
         expiry_BHS = expiry_BHS.minimum(seq.documents.end_BS[:, None].int())
-        out, lse = sparse_attention(q, k, v, expiry_BHS, scale=scale, impl=seq.impl)
+        out, lse = sparse_attention(q, k, v, expiry_BHS, scale=scale, live=live, impl=seq.impl)
         if seq.observe is not None:
             seq.observe(LayerView(self.shape.layer, self, q, k, v, lse, expiry_BHS, scale, seq.documents, score))
         return out
@@ -205,7 +206,7 @@ class RankedLayer(LayerPolicy):
         with torch.no_grad():  # an expiry is an integer: the scorer learns from its own loss, outside this pass
             score_NHL = self.score(k, v, seq.documents)
             expiry_BHS = sequence_expiry(self.priority(score_NHL), self.budget, seq.documents, seq.pinned_BS, seq.impl)
-        return self.attend_expiry(q, k, v, expiry_BHS, scale, seq, score_NHL)
+        return self.attend_expiry(q, k, v, expiry_BHS, scale, seq, score_NHL, self.budget.slots)
 
     def score(self, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         """Raw scores in nats, rows of documents [N, H, L]. k and v are detached: no gradient reaches the backbone."""
@@ -242,7 +243,12 @@ def pinned_rows(pinned_BS: Tensor, documents: Documents) -> Tensor:
 
 def cutoff_impl(impl: Impl, documents: Documents) -> Literal["parallel", "compiled"]:
     """How to follow the cutoff: compiled on a GPU, but not for packed documents, whose shapes change from batch to batch."""
-    return "compiled" if impl == "flex" and documents.is_trivial else "parallel"
+    return "compiled" if impl != "reference" and documents.is_trivial else "parallel"
+
+
+def dense_impl(impl: Impl) -> Impl:
+    """Where nothing is dropped there is nothing to gather: flex in place of the sparse kernels."""
+    return "flex" if impl == "triton" else impl
 
 
 def sequence_expiry(
