@@ -117,6 +117,8 @@ class Trainer:
                 raise ValueError("the KL cannot train through float16, its gradients vanish: load float32 or bfloat16")
             check_head(model)
         self.ratio = getattr(recipe_of(policy), "ratio", None) if config.mode != "base" else None
+        if self.ratio is not None and config.impl == "triton":
+            raise ValueError(f"impl='triton' has no relaxed gates, which {policy.name} trains by: use impl='flex'")
         ranked = [layer for layer in self.layers if isinstance(layer, RankedLayer) and layer.taught_by == "boundary"]
         self.scorers = self._scorers(ranked if self.trained.scorers else [])
         learns: set[LayerPolicy] = set(self.scorers.layers if self.scorers else ())
