@@ -83,7 +83,7 @@ def test_decisions_are_those_of_a_walk(sinks: int, window: int, long: int, block
         for p in found.valid_NHP[0, h].nonzero()[:, 0].tolist():
             actual[int(found.time_P[p])].append(
                 (
-                    int(found.subject_NHP[0, h, p]), int(found.boundary_NHP[0, h, p]), int(found.label_NHP[0, h, p]),
+                    int(found.new_NHP[0, h, p]), int(found.boundary_NHP[0, h, p]), int(found.label_NHP[0, h, p]),
                     float(found.regret_NHP[0, h, p]),
                 )
             )  # fmt: skip

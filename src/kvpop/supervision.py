@@ -30,9 +30,8 @@ from kvpop.core.priority import static_priority
 from kvpop.core.residual import Comparisons, comparisons, residual_mass
 from kvpop.core.target import Target, floored, future_target
 from kvpop.documents import Documents
-from kvpop.ops.sparse_attention.api import NEVER, sparse_attention
 from kvpop.policies import LayerView, RankedLayer
-from kvpop.policies.base import cutoff_impl, dense_impl
+from kvpop.policies.base import cutoff_impl, dense_attention
 from kvpop.scorers import Scorer
 
 # Shapes: B batch, H KV heads of all layers of a stack, S sequence, N documents, L longest document, P decisions.
@@ -122,8 +121,7 @@ def supervise(
     docs, scale = views[0].documents, views[0].scale
     q, k, v = (torch.cat([getattr(view, name).detach() for view in views], dim=1) for name in ("q", "k", "v"))
     if target.lse == "dense":
-        never = torch.full(k.shape[:3], NEVER, dtype=torch.int32, device=k.device).minimum(docs.end_BS[:, None].int())
-        _, lse = sparse_attention(q, k, v, never, scale=scale, impl=dense_impl(impl))  # type: ignore[arg-type]
+        _, lse = dense_attention(q, k, v, docs, scale, impl)  # type: ignore[arg-type]
     else:
         lse = torch.cat([view.lse.detach() for view in views], dim=1)
     log_mass_BHS = future_target(
@@ -133,6 +131,7 @@ def supervise(
     under = (log_mass_BHS.exp() < target.epsilon) & has_future
     how = cutoff_impl(impl, docs)  # type: ignore[arg-type]
     target_NHL = docs.to_rows(floored(log_mass_BHS, target.epsilon))
+    tables: tuple[TeacherTable, ...] = ()
     residual: tuple[Comparisons, ...] = ()
     if target.residual:
         mass_NHCL = residual_mass(
@@ -140,13 +139,15 @@ def supervise(
             power=target.power, aggregate=target.aggregate,
         )  # fmt: skip
         residual = tuple(comparisons(mass_NHCL, budget, target.residual) for budget in budgets)
+    else:
+        tables = tuple(teacher_tables(stack.priority(target_NHL, stack.log_gamma()), budgets, how, target_NHL))
     return Supervised(
-        residual=residual,
         stack=stack,
         x_NHLE=docs.to_rows(torch.cat([k, v], dim=-1)),
         documents=docs,
         target_NHL=target_NHL,
-        tables=tuple(teacher_tables(stack.priority(target_NHL, stack.log_gamma()), budgets, how, target_NHL)),
+        tables=tables,
+        residual=residual,
         cutoff=how,
         edges_3H=torch.stack([keys.sum((0, 2)) for keys in (under, log_mass_BHS > 0, has_future)]),
     )
@@ -157,20 +158,12 @@ def decisions_of(
 ) -> list[Decisions]:
     """The decisions that the loss looks at, for each budget; ``uniform_NP`` as in ``sample_arrivals``."""
     if teacher.residual:
-        return [_of_comparisons(found, teacher.documents.length_N, config) for found in teacher.residual]
+        return [found.early(teacher.documents.length_N - config.min_future) for found in teacher.residual]
     longest = teacher.target_NHL.shape[-1]
     return [
         decide(table, *sample_arrivals(teacher.documents.length_N, budget, config, longest, uniform_NP))
         for budget, table in zip(budgets, teacher.tables, strict=True)
     ]
-
-
-def _of_comparisons(found: Comparisons, length_N: Tensor, config: BoundaryLoss) -> Decisions:
-    valid_NP = found.time_P <= length_N[:, None] - config.min_future
-    return Decisions(
-        found.subject_NHP, found.boundary_NHP, found.label_NHP, found.margin_NHP, found.regret_NHP,
-        found.valid_NHP & valid_NP[:, None],
-    )  # fmt: skip
 
 
 def scorer_losses(

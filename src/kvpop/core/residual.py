@@ -11,12 +11,13 @@ and every decision compares a token with the last one that stays, the boundary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvpop.budget import Budget
+from kvpop.core.boundary import Decisions
 
 # Shapes: N rows, R = H * G query heads, H KV heads, L longest row, D head dim, C decision times, U queries between them,
 # P decisions, K long-range slots.
@@ -27,20 +28,14 @@ EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
-class Comparisons:
-    """Decisions of a teacher at the query positions ``time_P``: a token against the boundary, both indices within the row.
+class Comparisons(Decisions):
+    """Decisions at the query positions ``time_P``. A token that is compared with the boundary need not be new."""
 
-    ``label``: +1 if the token stays, -1 if it is dropped; ``margin`` in nats; ``regret`` in attention mass; ``valid``: where
-    there is something to decide.
-    """
-
-    subject_NHP: Tensor
-    boundary_NHP: Tensor
-    label_NHP: Tensor
-    margin_NHP: Tensor
-    regret_NHP: Tensor
-    valid_NHP: Tensor
     time_P: Tensor
+
+    def early(self, last_N: Tensor) -> Comparisons:
+        """Only those at positions up to ``last`` of each row count."""
+        return replace(self, valid_NHP=self.valid_NHP & (self.time_P <= last_N[:, None])[:, None])
 
 
 @torch.no_grad()
@@ -120,7 +115,7 @@ def comparisons(residual_NHCL: Tensor, budget: Budget, block: int) -> Comparison
     label = torch.where(stays, 1.0, -1.0).to(worth.dtype)
     worth = worth.where(valid, 0.0)
     return Comparisons(
-        subject_NHP=subject.clamp(min=0),
+        new_NHP=subject.clamp(min=0),
         boundary_NHP=boundary,
         label_NHP=label,
         margin_NHP=label * ((worth + EPSILON).log() - (least + EPSILON).log()),

@@ -157,8 +157,7 @@ class LayerPolicy(nn.Module, ABC):
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
-        end_BHS = seq.documents.end_BS[:, None].expand(k.shape[:3]).int()
-        return sparse_attention(q, k, v, end_BHS, scale=scale, impl=dense_impl(seq.impl))[0]
+        return dense_attention(q, k, v, seq.documents, scale, seq.impl)[0]
 
     bounded = True
     """Whether the stores have a fixed size."""
@@ -249,6 +248,14 @@ def cutoff_impl(impl: Impl, documents: Documents) -> Literal["parallel", "compil
 def dense_impl(impl: Impl) -> Impl:
     """Where nothing is dropped there is nothing to gather: flex in place of the sparse kernels."""
     return "flex" if impl == "triton" else impl
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, impl: Impl
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE, as of ``sparse_attention``, of queries that see all of their own document up to themselves."""
+    end_BHS = documents.end_BS[:, None].expand(k.shape[:3]).int()
+    return sparse_attention(q, k, v, end_BHS, scale=scale, impl=dense_impl(impl))
 
 
 def sequence_expiry(

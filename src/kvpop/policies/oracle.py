@@ -13,8 +13,7 @@ from torch import Tensor
 from kvpop.budget import Budget
 from kvpop.core.priority import static_priority
 from kvpop.core.target import Target, floored, future_target
-from kvpop.ops.sparse_attention.api import NEVER, sparse_attention
-from kvpop.policies.base import LayerPolicy, LayerShape, Policy, SequencePass, dense_impl, sequence_expiry
+from kvpop.policies.base import LayerPolicy, LayerShape, Policy, SequencePass, dense_attention, sequence_expiry
 from kvpop.slots import Slots
 
 
@@ -26,8 +25,7 @@ class OracleLayer(LayerPolicy):
     @torch.no_grad()
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
         docs = seq.documents
-        never = torch.full(k.shape[:3], NEVER, dtype=torch.int32, device=k.device).minimum(docs.end_BS[:, None].int())
-        _, dense_lse = sparse_attention(q, k, v, never, scale=scale, impl=dense_impl(seq.impl))
+        _, dense_lse = dense_attention(q, k, v, docs, scale, seq.impl)
         log_mass = future_target(
             q, k, dense_lse, docs, scale=scale, window=self.budget.window, target=self.target, impl=seq.impl
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal, get_args
 
 from torch import Tensor
+
+from kvpop.ops import interpreted
 
 # Shapes: B batch, R = H * G query heads, H KV heads, S sequence, D head dim.
 
@@ -53,7 +54,7 @@ def future_log_mass(
     elif impl == "flex":
         from kvpop.ops.future_mass.flex import log_mass
     elif impl == "triton":
-        if q_BRSD.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        if q_BRSD.device.type == "cpu" and not interpreted():
             raise ValueError("impl='triton' needs a GPU: use impl='reference'")
         from kvpop.ops.future_mass.triton import log_mass
     else:

@@ -7,11 +7,12 @@ Keys may also carry a bias: a gate that is neither open nor closed, for training
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from kvpop.ops import interpreted
 
 # Shapes: B batch, R = H * G query heads, H KV heads, G query heads per KV head, Q queries, T keys, D head dim, V value dim.
 
@@ -82,7 +83,7 @@ def sparse_attention(
             raise ValueError("impl='triton' takes whole sequences only; use impl='reference' with explicit positions")
         if bias_BHT is not None:
             raise ValueError("impl='triton' takes no bias; use impl='flex' or impl='reference'")
-        if q_BRQD.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        if q_BRQD.device.type == "cpu" and not interpreted():
             raise ValueError("impl='triton' needs a GPU; use impl='reference'")
         from kvpop.ops.sparse_attention import triton
 
