@@ -121,3 +121,19 @@ def test_cache_bytes_counts_what_is_there(
     shape = dict(layers=layers, kv_heads=heads, head_dim=D, element_size=element, rows=rows)
     assert cache_bytes(budget, **shape, state_bytes=state) == total
     assert dense_bytes(slots, **shape) == rows * layers * heads * slots * 2 * D * element
+
+
+def test_heads_may_differ():
+    budget = Budget(4, 8, 10).with_heads((3, 0, 7))
+    assert (budget.long, budget.slots, budget.longs(3)) == (7, 19, (3, 0, 7))
+    assert Budget(4, 8, 10).with_heads([5, 5]) == Budget(4, 8, 5)
+    assert Budget(4, 8, 5).longs(2) == (5, 5)
+
+
+def test_what_is_wrong_with_heads_is_named():
+    with pytest.raises(ValueError, match="largest of heads, 7, got 8"):
+        Budget(0, 1, 8, (3, 7))
+    with pytest.raises(ValueError, match=r"at least 0, got \(3, -1\)"):
+        Budget(0, 1, 3, (3, -1))
+    with pytest.raises(ValueError, match="2 KV heads was given to 3"):
+        Budget(0, 1, 7, (3, 7)).longs(3)

@@ -6,6 +6,7 @@ B_kv = sinks + window + long slots per KV head (Eq. 1). Nothing in this module k
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -16,13 +17,23 @@ class Budget:
     Token t of a sequence is a sink if t < s, protected at query q while q - w < t <= q, and competes for the k long-range
     slots from q = t + w on. All counts are tokens. Raises ValueError for negative counts and for window < 1: the token
     that is being processed always attends to itself, so it needs a protected slot.
+
+    ``heads``: the long-range slots of each KV head of a layer where they differ (empty: every head has ``long``); ``long`` is
+    then the largest of them, and ``slots`` what no head exceeds.
     """
 
     sinks: int
     window: int
     long: int
+    heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", tuple(self.heads))
+        if self.heads:
+            if any(not isinstance(k, int) or isinstance(k, bool) or k < 0 for k in self.heads):
+                raise ValueError(f"Budget.heads must be integers of at least 0, got {self.heads}")
+            if max(self.heads) != self.long:
+                raise ValueError(f"Budget.long must be the largest of heads, {max(self.heads)}, got {self.long}")
         for name, low in (("sinks", 0), ("window", 1), ("long", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -34,6 +45,17 @@ class Budget:
     def slots(self) -> int:
         """Slots per KV head, s + w + k (Eq. 1)."""
         return self.sinks + self.window + self.long
+
+    def longs(self, kv_heads: int) -> tuple[int, ...]:
+        """Long-range slots of each of ``kv_heads`` KV heads. Raises ValueError if ``heads`` are of another number."""
+        if self.heads and len(self.heads) != kv_heads:
+            raise ValueError(f"a budget for {len(self.heads)} KV heads was given to {kv_heads}: {self.heads}")
+        return self.heads or (self.long,) * kv_heads
+
+    def with_heads(self, heads: Sequence[int]) -> Budget:
+        """The same sinks and window, and long-range slots of each head's own; one number for all where they are equal."""
+        heads = tuple(heads)
+        return Budget(self.sinks, self.window, max(heads), heads if len(set(heads)) > 1 else ())
 
     def compression(self, context: int) -> float:
         """Share of a dense cache of ``context`` tokens that is not held: 1 - slots / context, at least 0."""

@@ -22,8 +22,14 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     """A policy as plain values: ``name`` and every field. Raises ValueError for a policy that adapters do not hold."""
     for name, kind in TRAINABLE.items():
         if type(policy) is kind:
-            return {"name": name, **dataclasses.asdict(policy)}
+            return {"name": name, **_without_empty_heads(dataclasses.asdict(policy))}
     raise ValueError(f"{type(policy).__name__} cannot be saved: adapters hold one of {', '.join(TRAINABLE)}")
+
+
+def _without_empty_heads(settings: dict[str, Any]) -> dict[str, Any]:
+    """Budgets by head are said only where there are any."""
+    plain = {key: _without_empty_heads(value) if isinstance(value, dict) else value for key, value in settings.items()}
+    return {key: value for key, value in plain.items() if key != "heads" or value}
 
 
 def policy_from(settings: Mapping[str, Any], where: str) -> Policy:
