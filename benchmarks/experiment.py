@@ -36,6 +36,7 @@ DECAY_RANGE = (-20.0 / LENGTH, -0.1 / LENGTH)
 NO_DECAY = (-2e-9, -1e-9)
 RETRIEVAL_SHARE = 0.3
 KEYS = 4
+CURVES = 16  # training sequences that budgets by head are read from
 GRACE = 30  # seconds for a checkpoint
 TASKS = ("passkey_2k", "passkey_4k", "needle_2k", "needle_4k", "needle_nll_2k", "needle_nll_4k")
 SHOWN = ("kl", "agreement", "accuracy", *TASKS)
@@ -46,7 +47,7 @@ FIRST = {"torch": "2.11.0+cu130", "transformers": "5.17.0"}  # of rows from befo
 DEFAULTS: dict[str, Any] = dict(
     policy="kvpop", scorer="mlp+mlstm", mode="scorer", seed=0, steps=300, batch=4, inner=2, lr=2e-3, base_lr=8e-5, power=2.0,
     aggregate="max", lse="sparse", decay=-5.0, window=WINDOW, train_budget=None, share=RETRIEVAL_SHARE, packing=None,
-    emitted_by="next", regret=1.0, balance=False, residual=0, decay_lr=0.1, ramp=0.6, impl="flex",
+    emitted_by="next", regret=1.0, balance=False, residual=0, decay_lr=0.1, ramp=0.6, impl="flex", by_head=False,
 )  # fmt: skip
 SCORERS = {"mlp": "mlp", "mlstm": "mlstm", "immediate": "mlstm-immediate", "sum": "mlp+mlstm"}
 
@@ -56,12 +57,14 @@ def all_runs() -> dict[str, dict[str, Any]]:
     for seed in (0, 1):
         for name, scorer in SCORERS.items():
             runs[f"scorer/{name}/{seed}"] = dict(scorer=scorer, seed=seed)
+            runs[f"by-head/{name}/{seed}"] = dict(scorer=scorer, seed=seed, by_head=True)
         for emitter in ("next", "self"):
             name = "dms" if emitter == "next" else "dms-self"
             runs[f"scorer/{name}/{seed}"] = dict(policy="dms", emitted_by=emitter, seed=seed, train_budget=512)
         full = dict(mode="full", seed=seed, train_budget=min(BUDGETS), steps=200, inner=1)
         for name, scorer in SCORERS.items():
             runs[f"full/{name}/{seed}"] = dict(scorer=scorer, **full)
+            runs[f"full-by-head/{name}/{seed}"] = dict(scorer=scorer, by_head=True, **full)
         for name in ("streaming", "dms"):
             runs[f"full/{name}/{seed}"] = dict(policy=name, **full)
         runs[f"full/dms-self/{seed}"] = dict(policy="dms", emitted_by="self", **full)
@@ -74,6 +77,9 @@ def all_runs() -> dict[str, dict[str, Any]]:
         "paper-weights": dict(regret=0.0, balance=True), "unbalanced": dict(regret=0.0), "regret-half": dict(regret=0.5),
         "residual": dict(residual=64, power=1.0), "residual-half": dict(residual=64, power=1.0, regret=0.5),
         "residual-decay": dict(residual=64, power=1.0, decay_lr=1.0), "residual-p2": dict(residual=64),
+        "by-head": dict(by_head=True), "by-head-residual": dict(by_head=True, residual=64, power=1.0),
+        "by-head-residual-p2": dict(by_head=True, residual=64), "by-head-w32": dict(by_head=True, window=32),
+        "by-head-p4": dict(by_head=True, power=4.0), "by-head-mean": dict(by_head=True, aggregate="mean"),
         "immediate": dict(scorer="mlstm-immediate"), "delayed": dict(scorer="mlstm"), "sum": dict(scorer="mlp+mlstm"),
         "isolated-pieces": dict(packing="isolated"), "shared-pieces": dict(packing="shared"),
         "long": dict(steps=1200), "dms": dict(policy="dms", train_budget=512),
@@ -83,6 +89,7 @@ def all_runs() -> dict[str, dict[str, Any]]:
         runs[f"ablation/{name}"] = dict(scorer="mlp", steps=150) | settings
     for name in ("streaming", "random", "oracle", "oracle-p2", "dense"):
         runs[f"untrained/{name}"] = dict(policy=name, mode="")
+    runs["untrained/oracle-by-head"] = dict(policy="oracle-p2", mode="", by_head=True)
     for budget in BUDGETS:
         runs[f"untrained/tova-{budget}"] = dict(policy="tova", mode="", train_budget=budget)
     return runs
@@ -214,7 +221,29 @@ def matched(model: Any, policy: Any, texts: list[Tensor], slots: int, weights: A
     return dataclasses.replace(policy, policy=inner)
 
 
-def untrained(settings: dict[str, Any]) -> list[Any]:
+def training_sequences(settings: dict[str, Any], data: Path, tokenizer: Any) -> Any:
+    from kvpop.jobs import training_stream
+
+    s = settings
+    stream = training_stream(str(data / "train"), tokenizer, LENGTH, s["batch"], s["seed"], 0, s["share"])
+    return pieces_of(stream, s["packing"], s["seed"]) if s["packing"] else stream
+
+
+def heads_for(settings: dict[str, Any], model: Any, stream: Any) -> dict[int, Any]:
+    """The long-range slots of every KV head under each budget, from the first training sequences; none if all are equal."""
+    from kvpop.allocation import allocate
+    from kvpop.calibration import remaining_curves
+
+    if not settings["by_head"]:
+        return dict.fromkeys(BUDGETS, ())
+    device = next(model.parameters()).device
+    ids = stream.sequences.columns(range(CURVES))["input_ids"]
+    texts = [torch.as_tensor(row, dtype=torch.long, device=device) for row in ids]
+    curves = remaining_curves(model, texts, sinks=SINKS, window=settings["window"])
+    return {b: allocate(curves, budget_of(b, settings["window"]).long) for b in BUDGETS}
+
+
+def untrained(settings: dict[str, Any], heads: dict[int, Any]) -> list[Any]:
     from kvpop.measure import Entry
     from kvpop.policies import Dense, Oracle, Random, Streaming, Tova
 
@@ -225,10 +254,11 @@ def untrained(settings: dict[str, Any]) -> list[Any]:
         "streaming": lambda b: Streaming(budget_of(b)),
         "random": lambda b: Random(budget_of(b)),
         "oracle": lambda b: Oracle(budget_of(b), decay=-2e-4),
-        "oracle-p2": lambda b: Oracle(budget_of(b), Target(lse="dense", power=2.0), decay=-2e-4),
+        "oracle-p2": lambda b: Oracle(budget_of(b), Target(lse="dense", power=2.0), decay=-2e-4, heads=heads[b]),
         "tova": Tova,
     }[kind]
-    return [Entry(kind, b, make(b)) for b in ([settings["train_budget"]] if settings["train_budget"] else BUDGETS)]
+    label = "oracle-by-head" if settings["by_head"] else kind
+    return [Entry(label, b, make(b)) for b in ([settings["train_budget"]] if settings["train_budget"] else BUDGETS)]
 
 
 def train(
@@ -237,14 +267,12 @@ def train(
     """Train; the model to evaluate on, which has its own weights, and the entries."""
     from kvpop.adapter import changed_weights, load_policy
     from kvpop.distill import DistillConfig, distill
-    from kvpop.jobs import training_stream
     from kvpop.measure import Entry
     from kvpop.policies import DMS, KVpop, Streaming
 
     s, mode = settings, settings["mode"]
-    stream = training_stream(str(data / "train"), tokenizer, LENGTH, s["batch"], s["seed"], 0, s["share"])
-    if s["packing"]:
-        stream = pieces_of(stream, s["packing"], s["seed"])
+    stream = training_sequences(s, data, tokenizer)
+    heads = heads_for(s, model, stream)
     first = s["train_budget"] or max(BUDGETS)
     budget = budget_of(first, s["window"])
     policy: Any
@@ -260,7 +288,7 @@ def train(
         decay = dict(decay=s["decay"] / LENGTH, decay_range=DECAY_RANGE)  # in nats over a whole sequence
         if not s["decay"]:
             decay = dict(decay=sum(NO_DECAY) / 2, decay_range=NO_DECAY)
-        policy = KVpop(budget, s["scorer"], **decay)
+        policy = KVpop(budget, s["scorer"], **decay, heads=heads[first])
     longs = tuple(budget_of(b, s["window"]).long for b in BUDGETS)
     config = DistillConfig(
         mode=mode, steps=s["steps"], seed=s["seed"], scorer_lr=s["lr"], base_lr=s["base_lr"], train_long=longs,
@@ -294,12 +322,16 @@ def train(
         model, _ = load_base(model_id, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
         weights = changed_weights(model, out)
     detach(model)
-    label = f"kvpop-{s['scorer']}" if s["policy"] == "kvpop" else s["policy"]
+    label = f"kvpop-{s['scorer']}" + ("-by-head" if s["by_head"] else "") if s["policy"] == "kvpop" else s["policy"]
     if s["policy"] == "dms" and s["emitted_by"] == "self":
         label = "dms-self"
     if s["policy"] == "dms":
         texts, _ = held_out(data, "validation", tokenizer, 6, 0)
         return model, [Entry(label, b, matched(model, trained, texts, b, weights), weights) for b in BUDGETS]
+    if s["policy"] == "kvpop":
+        plain = dataclasses.replace(trained.policy, heads=())
+        kinds = {b: dataclasses.replace(plain, budget=budget_of(b, s["window"]), heads=heads[b]) for b in BUDGETS}
+        return model, [Entry(label, b, dataclasses.replace(trained, policy=kinds[b]), weights) for b in BUDGETS]
     return model, [Entry(label, b, trained.with_budget(budget_of(b, s["window"])), weights) for b in BUDGETS]
 
 
@@ -317,7 +349,7 @@ def one(name: str, options: argparse.Namespace) -> None:
     if settings["mode"]:
         model, entries = train(settings, options.data, model, tokenizer, work, options.model)
     else:
-        entries = untrained(settings)
+        entries = untrained(settings, heads_for(settings, model, training_sequences(settings, options.data, tokenizer)))
     trained_seconds = time.perf_counter() - started
     rows = []
     for split, texts, prompts in (("validation", 16, 12), ("test", 40, 32)):

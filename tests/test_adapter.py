@@ -32,8 +32,9 @@ from kvpop.adapter import (
     scorer_tensors,
 )
 from kvpop.attachment import attach, attached_policies, cache_argument
-from kvpop.budget import Budget
+from kvpop.budget import Budget, cache_bytes
 from kvpop.cache import BoundedCache
+from kvpop.card import model_card
 from kvpop.policies import DMS, KVpop, Policy, Random, Streaming
 from kvpop.trained import learned_tensors, policy_from, settings_of
 from tests.tiny import VOCAB, expiries, tiny_model
@@ -320,8 +321,11 @@ def test_an_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
         load(tiny_model("qwen3"), tmp_path)
 
 
+UNEQUAL = ((1, 2 * BUDGET.long - 1), ())
+
 POLICIES = {
     "kvpop": KVpop(BUDGET, scorer="mlstm", hidden=3, decay=-5e-4, decay_range=(-3e-3, -2e-5), decay_step=2),
+    "kvpop, unequal heads": KVpop(BUDGET, scorer="mlp", heads=UNEQUAL),
     "streaming": Streaming(BUDGET),
     "streaming-cache": Streaming(BUDGET, positions="cache"),
     "dms": DMS(window=6, ratio=4.0, sinks=2, hidden=5, offset=0.5, emitted_by="self", threshold=-1.0),
@@ -334,7 +338,7 @@ def test_every_trained_policy_comes_back_with_its_settings_and_decides_the_same(
     policy = POLICIES[name]
     model = trained_model(policy)
     learned = bool(scorer_tensors(model))
-    assert learned == (name in ("kvpop", "dms"))
+    assert learned == (name.startswith("kvpop") or name == "dms")
     save_adapter(model, policy, tmp_path, model_id="tiny", with_base=True)
     assert adapter_files(tmp_path) == [CONFIG, *([SCORERS] if learned else []), BASE]
     trained = load_policy(tmp_path)
@@ -346,6 +350,48 @@ def test_every_trained_policy_comes_back_with_its_settings_and_decides_the_same(
     assert all(torch.equal(a, b) for a, b in zip(kept, kept_again))
     texts = [m.generate(IDS, max_new_tokens=6, do_sample=False) for m in (model, again)]
     assert torch.equal(*texts)
+
+
+def test_heads_are_said_only_where_there_are_any_and_read_with_care() -> None:
+    plain, unequal = (settings_of(KVpop(BUDGET, heads=heads)) for heads in ((), UNEQUAL))
+    assert "heads" not in plain
+    assert json.loads(json.dumps(unequal))["heads"] == [list(row) for row in UNEQUAL]
+    for heads, message in (
+        ([[1, 2]], "slots on average, the budget"), ([[1.5, 2]], "expected int, got float"), ([3], "the heads"),
+    ):  # fmt: skip
+        with pytest.raises(AdapterError, match=message):
+            policy_from(json.loads(json.dumps(unequal)) | {"heads": heads}, "here")
+
+
+def test_another_budget_is_shared_by_the_heads_in_the_same_proportions(tmp_path: Path) -> None:
+    policy = KVpop(Budget(1, 2, 6), scorer="mlp", heads=((2, 10), (5, 7)))
+    save_adapter(trained_model(policy), policy, tmp_path, model_id="tiny")
+    trained = load_policy(tmp_path, Budget(3, 4, 12))
+    assert trained.policy == KVpop(Budget(3, 4, 12), scorer="mlp", heads=((4, 20), (10, 14)))
+    assert trained.slots == 19
+    assert load_policy(tmp_path).policy == policy
+    assert load_policy(tmp_path, Budget(1, 2, 6)).policy == policy
+    model = load(tiny_model(dtype=torch.float32), tmp_path, budget=Budget(3, 4, 5))
+    budgets = [layer.budget for layer in attached_policies(model)]
+    assert [budget.longs(2) for budget in budgets] == [(2, 8), (4, 6)]  # 1.67, 8.33, 4.17, 5.83
+    with pytest.raises(ValueError, match="mean over all heads"):
+        trained.with_budget(Budget(1, 2, 4, (1, 4)))
+
+
+def test_the_card_states_the_budgets_of_unequal_heads(tmp_path: Path) -> None:
+    policy = KVpop(Budget(1, 2, 6), scorer="mlp", heads=((2, 10), (5, 7)))
+    save_adapter(trained_model(policy), policy, tmp_path, model_id="owner/tiny")
+    card = model_card(tmp_path, "me/mine")
+    assert "9 slots per KV head" in card
+    assert "budgets by head: from 2 to 10, mean 6." in card
+    assert "| slots per KV head, on average | 9 |" in card
+    budgets = [Budget(1, 2, 10, (2, 10)), Budget(1, 2, 7, (5, 7))]
+    size = cache_bytes(budgets, layers=2, kv_heads=2, head_dim=8, element_size=2)
+    assert f"| whole cache of one sequence, MB | {size / 1e6:,.4g} |" in card
+    plain = KVpop(Budget(1, 2, 6), scorer="mlp")
+    save_adapter(trained_model(plain), plain, tmp_path / "plain", model_id="owner/tiny")
+    assert "by head" not in model_card(tmp_path / "plain", "me/mine")
+    assert "| slots per KV head | 9 |" in model_card(tmp_path / "plain", "me/mine")
 
 
 def test_settings_are_plain_json_and_missing_ones_get_their_defaults() -> None:

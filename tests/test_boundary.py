@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -316,6 +317,96 @@ def test_weights_by_regret_have_mean_one_however_small_the_masses(power: float) 
         for label in (keep, ~keep):
             same = ratio[label & (head == h)]
             torch.testing.assert_close(same, same[:1].expand_as(same), rtol=1e-5, atol=0)
+
+
+# Budgets by head
+
+by_head = st.lists(st.integers(0, 34), min_size=H, max_size=H)
+FIELDS = ("new_NHP", "boundary_NHP", "label_NHP", "margin_NHP", "regret_NHP")
+
+
+def decided(decisions: Decisions, h: int) -> list[list[tuple[float, ...]]]:
+    """Of one head: the valid decisions of every row."""
+    values = [getattr(decisions, name)[:, h] for name in FIELDS]
+    return [
+        [tuple(x[n, p].item() for x in values) for p in decisions.valid_NHP[n, h].nonzero()[:, 0].tolist()]
+        for n in range(len(decisions.valid_NHP))
+    ]
+
+
+@given(st.integers(0, 999), by_head, st.integers(1, 30), st.booleans(), st.integers(1, 6), st.sampled_from([0, 7]))
+def test_heads_of_one_budget_decide_as_each_would_alone(
+    seed: int, longs: list[int], L: int, ties: bool, min_future: int, samples: int
+) -> None:
+    """Also where a head is never full, or has nothing to keep: it decides nothing."""
+    priority, lengths = draw(seed, L, ties), torch.tensor([L, max(1, L - 5)])
+    config, draws = BoundaryLoss(samples=samples, min_future=min_future), uniform(N, samples, seed)
+    budget = Budget(2, 3, 0).with_heads(longs)
+    arrival, valid = sample_arrivals(lengths, budget, config, L, draws)
+    decisions = teacher_decisions(priority, arrival, valid, budget)
+    for h, long in enumerate(longs):
+        alone = Budget(2, 3, long)
+        expected = teacher_decisions(priority[:, h : h + 1], *sample_arrivals(lengths, alone, config, L, draws), alone)
+        assert decided(decisions, h) == decided(expected, 0)
+        if not 0 < long < L - 2:
+            assert not decisions.valid_NHP[:, h].any()
+    for name in FIELDS:  # what does not count is still a number, and an index into the row
+        value = getattr(decisions, name)
+        assert torch.isfinite(value.double()).all()
+        if name in ("new_NHP", "boundary_NHP") and value.numel() and L > 2:
+            assert 0 <= int(value.min()) <= int(value.max()) < L
+
+
+@given(st.integers(0, 999), by_head, by_head, st.integers(0, 9), st.integers(1, 30))
+def test_tables_of_several_budgets_by_head_are_those_of_each(
+    seed: int, one: list[int], other: list[int], long: int, L: int
+) -> None:
+    target, plain = draw(seed, L, False), Budget(2, 3, long)
+    several = [plain.with_heads(one), plain, plain.with_heads(other)]
+    for budget, table in zip(several, teacher_tables(target, several), strict=True):
+        alone = teacher_table(target, budget)
+        assert table.long == budget.long
+        for name in ("boundary_NHA", "label_NHA", "margin_NHA", "regret_NHA"):
+            assert torch.equal(getattr(table, name), getattr(alone, name))
+
+
+@given(st.integers(0, 999), st.sampled_from([(0, 3, 5), (40, 3, 5), (0, 40, 3)]), configs)
+def test_heads_without_decisions_leave_the_weights_of_the_others_alone(
+    seed: int, longs: tuple[int, ...], config: BoundaryLoss
+) -> None:
+    L, budget = 30, Budget(1, 2, 0).with_heads(longs)
+    target, student = draw(seed, L, False), draw(seed + 1, L, False).requires_grad_()
+    decides = [h for h, long in enumerate(longs) if 0 < long < 40]
+    decisions = every_decision(target, budget)
+    assert decisions.valid_NHP.any(-1).any(0).nonzero()[:, 0].tolist() == decides
+    counts = decision_counts(decisions, config)
+    assert torch.isfinite(counts).all()
+    assert (counts[:, [h for h in range(H) if h not in decides]] == 0).all()
+    weights, expected = decision_weights(decisions, config), naive_weights(decisions, config)
+    assert int((weights != 0).sum()) == len(expected)
+    for where, omega in expected.items():
+        assert weights[where].item() == pytest.approx(omega, rel=1e-5)
+    loss = boundary_loss(student, decisions, config)
+    loss.backward()
+    assert torch.isfinite(student.grad).all()
+    assert (student.grad != 0).any(-1).any(0).nonzero()[:, 0].tolist() == decides
+    kept = dataclasses.replace(
+        decisions, **{name: getattr(decisions, name)[:, decides] for name in (*FIELDS, "valid_NHP")}
+    )
+    assert loss.item() == pytest.approx(boundary_loss(student[:, decides], kept, config).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("samples", [0, 9])
+def test_without_a_head_that_decides_the_loss_is_zero(samples: int) -> None:
+    budget, L = Budget(2, 3, 0).with_heads((0, 40, 26)), 25
+    arrival, valid = sample_arrivals(torch.tensor([L] * N), budget, BoundaryLoss(samples=samples, min_future=1), L)
+    decisions = teacher_decisions(draw(0, L, False), arrival, valid, budget)
+    assert not decisions.valid_NHP.any()
+    score = draw(1, L, False).requires_grad_()
+    loss = student_loss(score, Decay(H), decisions)
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(score.grad, torch.zeros_like(score))
 
 
 def test_budgets_with_unlike_sinks_share_no_table() -> None:

@@ -123,6 +123,36 @@ def test_cache_bytes_counts_what_is_there(
     assert dense_bytes(slots, **shape) == rows * layers * heads * slots * 2 * D * element
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=4), st.integers(1, 3),
+    st.booleans(),
+)  # fmt: skip
+def test_cache_bytes_of_heads_that_differ_counts_what_is_there(layers: list[list[int]], rows: int, fused: bool) -> None:
+    D, s, w, state, total = 8, 2, 3, 5, 0
+    for heads in layers:
+        total += 8  # tokens taken in
+        total += 3 * (4 + 4) if len(set(heads)) > 1 else 0  # the size and the place of every head
+        for _row in range(rows):
+            total += 8  # tokens seen
+            for k in heads:
+                total += sum(2 * D * 2 for _slot in range(s + w + k)) + sum(
+                    4 + 4 for _slot in range(s + w + max(heads))
+                )
+                total += state + (4 * (w + 1) if fused else 0)
+    sizes = dict(kv_heads=3, head_dim=D, element_size=2, rows=rows, state_bytes=state, fused=fused)
+    budgets = [Budget(s, w, 0).with_heads(heads) for heads in layers]
+    assert cache_bytes(budgets, layers=len(layers), **sizes) == total
+    assert cache_bytes(budgets[0], layers=2, **sizes) == cache_bytes([budgets[0]] * 2, layers=2, **sizes)
+
+
+def test_budgets_for_other_layers_or_heads_are_refused() -> None:
+    sizes = dict(head_dim=8, element_size=2)
+    with pytest.raises(ValueError, match="2 budgets were given for 3 layers"):
+        cache_bytes([Budget(0, 1, 2)] * 2, layers=3, kv_heads=2, **sizes)
+    with pytest.raises(ValueError, match="2 KV heads was given to 3"):
+        cache_bytes(Budget(0, 1, 2, (1, 2)), layers=1, kv_heads=3, **sizes)
+
+
 def test_heads_may_differ():
     budget = Budget(4, 8, 10).with_heads((3, 0, 7))
     assert (budget.long, budget.slots, budget.longs(3)) == (7, 19, (3, 0, 7))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpop.ops.cache_step import api, attend_held, overwrite
+from kvpop.ops.cache_step import Layout, api, attend_held, overwrite
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -112,6 +112,133 @@ def test_a_token_overwrites_what_the_loop_overwrites(impl: api.Impl, shape, due:
             torch.testing.assert_close(
                 state["priority"][ranked], expected["priority"][ranked], rtol=0, atol=0, equal_nan=True
             )
+
+
+UNEVEN = [
+    # B, G, D, V, sinks, window, slots of each head (of the first two, one has no long-range slot)
+    (2, 2, 16, 16, 1, 2, (6, 3, 5)),
+    (1, 4, 64, 48, 0, 5, (300, 5, 70, 129)),
+    (2, 1, 80, 80, 4, 30, (40, 257)),
+]
+
+
+def heads_apart(case, seen: list[int], dtype: torch.dtype) -> list[tuple[tuple, dict[str, Tensor]]]:
+    """A (shape, store) for each head, as though it were alone."""
+    B, G, D, V, sinks, window, sizes = case
+    shapes = [(B, 1, G, M, D, V, sinks, window) for M in sizes]
+    return [(shape, store(shape, seen, dtype, seed=h)) for h, shape in enumerate(shapes)]
+
+
+def heads_together(apart: list[tuple[tuple, dict[str, Tensor]]]) -> tuple[dict[str, Tensor], Layout]:
+    """The same heads as one store; what stands where a head has no slot would be taken by whoever read it."""
+    sizes = [shape[3] for shape, _ in apart]
+    M, states = max(sizes), [state for _, state in apart]
+    made = {name: torch.cat([state[name] for state in states], 2) for name in ("keys", "values")}
+    for name, nothing in (("position", -1), ("priority", -math.inf)):
+        padded = [
+            torch.nn.functional.pad(state[name], (0, M - state[name].shape[2]), value=nothing) for state in states
+        ]
+        made[name] = torch.cat(padded, 1)
+    layout = Layout.of(sizes, made["keys"].device)
+    assert layout is not None
+    return made, layout
+
+
+def overwrites_as_apart(
+    impl: api.Impl, case, seen: list[int], due: bool, valid=None, spans=None, last_goes: bool = False
+) -> None:
+    B, _, D, V, sinks, window, sizes = case
+    apart = heads_apart(case, seen, torch.float32)
+    if last_goes:
+        for _, state in apart:
+            state["priority"].zero_()[..., -1] = -1.0
+    new = new_token((B, len(sizes), 1, 0, D, V, 0, 0), seen, torch.float32)
+    found, layout = heads_together(apart)
+    for h, (shape, state) in enumerate(apart):
+        by_loop(shape, state, [*(x[:, h : h + 1] for x in new[:3]), new[3]], due, valid, spans)
+    expected, _ = heads_together(apart)
+    overwrite(
+        *found.values(),
+        *new,
+        sinks=sinks,
+        window=window,
+        due=due,
+        valid_B=valid,
+        pins_BP2=spans,
+        layout=layout,
+        impl=impl,
+    )
+    for name in ("keys", "values", "position"):
+        assert torch.equal(found[name], expected[name]), (seen, name)
+    in_window = expected["position"] > (new[3] - window)[:, None, None].to(DEVICE)
+    ranked = (~in_window | (not due)) & (expected["position"] >= 0)
+    torch.testing.assert_close(found["priority"][ranked], expected["priority"][ranked], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("case", UNEVEN, ids=str)
+@pytest.mark.parametrize("due", [True, False])
+def test_heads_of_different_sizes_each_overwrite_what_they_would_alone(impl: api.Impl, case, due: bool) -> None:
+    B, *_, sinks, window, sizes = case
+    some = sorted(sizes)
+    for seen in (
+        [0] * B,
+        [some[0] - 1] * B,
+        [some[0]] * B,
+        [some[-1] - 1] * B,
+        [some[-1], some[0]][:B],
+        [3 * some[-1]] * B,
+    ):
+        for valid in (None, torch.tensor([b % 2 == 0 for b in range(B)], device=DEVICE)):
+            # A head without long-range slots leaves nothing to choose from if a pin is in its one place.
+            spans = None
+            if valid is not None and min(sizes) - sinks - window > 1:
+                spans = torch.tensor([[(sinks, sinks + 1)]] * B, device=DEVICE)
+            overwrites_as_apart(impl, case, seen, due, valid, spans)
+
+
+@needs_triton
+def test_a_head_of_more_slots_than_a_program_loads_at_once() -> None:
+    case = (1, 1, 16, 16, 0, 1, (4097, 3))
+    overwrites_as_apart("triton", case, [4500], due=False, last_goes=True)
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("case", UNEVEN, ids=str)
+def test_heads_of_different_sizes_each_attend_as_they_would_alone(impl: api.Impl, dtype: torch.dtype, case) -> None:
+    B, G, D, *_, sizes = case
+    for seen in ([0] * B, [1] * B, [min(sizes)] * B, [2 * max(sizes) + b for b in range(B)]):
+        apart = heads_apart(case, seen, dtype)
+        together, layout = heads_together(apart)
+        if impl == "triton":  # what was never written is never read
+            filled = torch.cat([state["position"] >= 0 for _, state in apart], 2)
+            for name in ("keys", "values"):
+                together[name][~filled] = math.nan
+        q = torch.randn(B, len(sizes) * G, 1, D, generator=torch.Generator().manual_seed(5)).to(dtype).to(DEVICE)
+        found = attend_held(q, together["keys"], together["values"], together["position"], D**-0.5, impl, layout=layout)
+        assert found.dtype == dtype
+        for h, (shape, state) in enumerate(apart):
+            mine = slice(h * G, h * G + G)
+            truth = exact(shape, state, q[:, mine], D**-0.5)
+            plain = attend_held(q[:, mine], state["keys"], state["values"], state["position"], D**-0.5)
+            allowed = 2 * float((plain.double() - truth).abs().max()) + torch.finfo(dtype).eps
+            assert float((found[:, mine].double() - truth).abs().max()) <= allowed
+
+
+def test_equal_heads_need_no_layout() -> None:
+    assert Layout.of([7, 7, 7], torch.device("cpu")) is None
+    layout = Layout.of([3, 5, 4], torch.device("cpu"))
+    assert (layout.size_H.tolist(), layout.base_H.tolist(), layout.widest, layout.total) == (
+        [3, 5, 4],
+        [0, 3, 8],
+        5,
+        12,
+    )
+    x = torch.arange(24.0).view(1, 1, 12, 2)
+    padded = api.by_head(x, layout)
+    assert padded[0, :, :, 0].tolist() == [[0, 2, 4, 4, 4], [6, 8, 10, 12, 14], [16, 18, 20, 22, 22]]
+    assert torch.equal(api.side_by_side(padded, layout), x)
 
 
 def exact(shape, state: dict[str, Tensor], q: Tensor, scale: float) -> Tensor:

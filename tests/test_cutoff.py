@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpop.budget import Budget
 from kvpop.core import NEVER, expiry, oracle_held, ranks, running_cutoff
-from kvpop.core.cutoff import departures, running_cutoffs
+from kvpop.core.cutoff import check_pins, departures, running_cutoffs
 
 IMPLS = ("parallel", "heap", "brute")
 few = st.sampled_from([math.nan, -math.inf, -1.0, -0.0, 0.0, 1.0, math.inf])
@@ -162,3 +162,99 @@ def test_the_priorities_of_sinks_are_not_read() -> None:
     b = a.clone()
     b[:3] = torch.tensor([math.nan, math.inf, -math.inf])
     assert torch.equal(expiry(a, Budget(3, 2, 4)), expiry(b, Budget(3, 2, 4)))
+
+
+# Numbers of slots by head
+
+
+@st.composite
+def by_head(draw) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Priorities [rows, heads, A] and k of each head, the trivial ones included."""
+    heads, A = draw(st.integers(1, 4)), draw(st.integers(0, 24))
+    values = [draw(st.lists(st.one_of(few, st.floats(-3, 3)), min_size=A, max_size=A)) for _ in range(heads)]
+    x = torch.tensor([values, values[::-1]], dtype=torch.float64).view(2, heads, A)
+    return x, tuple(draw(st.lists(st.integers(0, A + 2), min_size=heads, max_size=heads)))
+
+
+@given(by_head(), st.sampled_from(IMPLS))
+def test_a_cutoff_by_head_is_that_of_each_head(case: tuple[torch.Tensor, tuple[int, ...]], impl: str) -> None:
+    rank, ks = ranks(case[0]), case[1]
+    found = running_cutoff(rank, ks, impl)
+    assert (found.shape, found.dtype) == (rank.shape, torch.long)
+    for h, k in enumerate(ks):
+        assert torch.equal(found[:, h], running_cutoff(rank[:, h], k, "brute"))
+    assert torch.equal(running_cutoff(rank[0], list(ks), impl), found[0])  # no rows, only heads
+
+
+@given(by_head(), st.lists(st.integers(0, 26), max_size=3), st.randoms())
+def test_cutoffs_by_head_and_for_all_heads_at_once(case, uniform: list[int], random) -> None:
+    rank, ks = ranks(case[0]), case[1]
+    other = tuple(random.sample(ks, len(ks)))
+    asked = [ks, *uniform, other]
+    for k, cutoff in zip(asked, running_cutoffs(rank, asked), strict=True):
+        assert torch.equal(cutoff, running_cutoff(rank, k, "brute"))
+
+
+def test_one_number_for_all_heads_takes_the_path_of_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        "kvpop.core.cutoff._wavelet", lambda rank, k: seen.append(k.shape) or rank.expand(len(k), -1, -1)
+    )
+    rank = ranks(torch.randn(2, 3, 9))
+    running_cutoffs(rank, [4, (4, 4, 4), 5])
+    running_cutoffs(rank, [(4, 0, 5), (0, 4, 5), 4])
+    running_cutoffs(rank, [(4, 0, 5)])
+    assert seen == [(2, 1, 1), (3, 6, 1), (1, 6, 1)]
+
+
+@pytest.mark.slow
+def test_one_graph_serves_all_numbers_by_head() -> None:
+    rank = ranks(torch.randn(2, 3, 65, generator=torch.Generator().manual_seed(0)))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for ks in ((8, 0, 65), (1, 20, 30), (70, 2, 3)):
+            assert torch.equal(running_cutoff(rank, ks, "compiled"), running_cutoff(rank, ks))
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 3), st.integers(1, 4), by_head(), st.sampled_from(IMPLS))
+def test_an_expiry_by_head_is_the_set_definition_of_each(s: int, w: int, case, impl: str) -> None:
+    x, ks = case
+    found = expiry(x, Budget(s, w, 0).with_heads(ks), impl)
+    for h, k in enumerate(ks):
+        budget = Budget(s, w, k)
+        assert torch.equal(found[:, h], expiry(x[:, h], budget, impl))
+        for q in range(x.shape[-1]):
+            held = {t for t in range(q + 1) if q < found[0, h, t]}
+            assert held == oracle_held(x[0, h].tolist(), budget, q)
+
+
+def test_pins_must_fit_into_the_smallest_head() -> None:
+    x, budget = torch.randn(1, 2, 20, generator=torch.Generator().manual_seed(0)), Budget(1, 2, 5, (5, 2))
+    pinned = torch.zeros(1, 2, 20, dtype=torch.bool)
+    pinned[..., [0, 3, 8]] = True
+    found = expiry(x, budget, pinned_XS=pinned)
+    for h, k in enumerate(budget.heads):
+        assert torch.equal(found[:, h], expiry(x[:, h], Budget(1, 2, k), pinned_XS=pinned[:, h]))
+        for q in range(20):
+            assert {t for t in range(q + 1) if q < found[0, h, t]} == oracle_held(
+                x[0, h].tolist(), Budget(1, 2, k), q, pinned={0, 3, 8}
+            )
+    pinned[..., 9] = True
+    with pytest.raises(ValueError, match="3 pinned tokens do not fit into 2 long-range slots of head 1"):
+        expiry(x, budget, pinned_XS=pinned)
+    with pytest.raises(ValueError, match=r"6 pinned tokens do not fit into 5 long-range slots$"):
+        check_pins(6, Budget(1, 2, 5))
+
+
+def test_numbers_by_head_that_do_not_fit_are_errors() -> None:
+    rank = ranks(torch.randn(2, 3, 5))
+    for impl in IMPLS:
+        with pytest.raises(ValueError, match=r"2 numbers of slots do not fit ranks of shape \(2, 3, 5\)"):
+            running_cutoff(rank, (1, 2), impl)
+        with pytest.raises(ValueError, match="at least 0 tokens, got -1"):
+            running_cutoff(rank, (1, -1, 2), impl)
+        with pytest.raises(ValueError, match="one a head is needed"):
+            running_cutoff(rank[0, 0], (1, 2), impl)
+    with pytest.raises(ValueError, match="that of one head"):
+        oracle_held([0.0] * 4, Budget(0, 1, 2, (1, 2)), 3)

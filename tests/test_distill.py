@@ -14,16 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpop.adapter import base_tensors, scorer_tensors
-from kvpop.attachment import attach
+from kvpop.adapter import base_tensors, load, scorer_tensors
+from kvpop.allocation import apportion
+from kvpop.attachment import attach, attached_policies
+from kvpop.budget import Budget
 from kvpop.core import BoundaryLoss, Target
 from kvpop.core.boundary import boundary_losses
 from kvpop.data import SequenceStream
 from kvpop.distill import LOG, DistillConfig, Trainer
+from kvpop.distill.checkpoint import Checkpoints
 from kvpop.documents import Documents
-from kvpop.policies import KVpop, LayerView, SequencePass
+from kvpop.policies import ByLayer, Dense, KVpop, LayerView, SequencePass
 from kvpop.supervision import Summary, counts_of, decisions_of, scorer_losses, supervise
-from tests.tiny import VOCAB, tiny_model
+from tests.tiny import VOCAB, expiries, tiny_model
 from tests.training import (
     BUDGET,
     CONFIG_OF,
@@ -130,6 +133,90 @@ def test_loss_falls_and_accuracy_rises_on_a_learnable_toy() -> None:
     assert last["recall"] > 2 * first["recall"]
 
 
+# Heads with budgets of their own
+
+HEADS = ((3, 13), (16, 0))  # of BUDGET: 8 on average; one head is never asked
+UNEQUAL = replace(POLICY, heads=HEADS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("target", [Target(), Target(residual=8)], ids=["static", "residual"])
+def test_unequal_heads_train_under_their_own_budgets(mode: str, target: Target) -> None:
+    config = replace(CONFIG_OF[mode], train_long=(8, 4), target=target, inner_updates=1 if mode == "full" else 2)
+    t = trainer(config, policy=UNEQUAL)
+    assert t.scorers is not None
+    assert t.scorers.budgets == [
+        {0: Budget(2, 8, 13, HEADS[0]), 1: Budget(2, 8, 16, HEADS[1])},
+        {i: Budget(2, 8, 4).with_heads(row) for i, row in enumerate(apportion(HEADS, 4))},
+    ]
+    before = scorer_tensors(t.model)
+    records = [t.step() for _ in range(3)]
+    for record in records:
+        assert math.isfinite(record["score_loss"])
+        assert math.isfinite(record["recall"])
+        decided = record["decided"]
+        assert decided[1][1] == 0
+        assert min(*decided[0], decided[1][0]) > 0
+    after = scorer_tensors(t.model)
+    assert all(bool(torch.isfinite(x).all()) for x in after.values())
+    for name, x in after.items():
+        if name.endswith("alpha"):
+            layer = int(name.split(".")[1])
+            assert [bool(a != b) for a, b in zip(x, before[name])] == [k > 0 for k in HEADS[layer]]
+
+
+def test_unequal_heads_are_stacked_or_not_with_one_result() -> None:
+    found = [
+        gradients(trainer(replace(SCORER, stack_elements=elements, clip=1e9, train_long=(8, 3)), policy=UNEQUAL))
+        for elements in (1, 2**28)
+    ]
+    assert_close(*found, rel=1e-11)
+
+
+def test_heads_that_happen_to_be_equal_train_as_without() -> None:
+    plain, listed = (gradients(trainer(SCORER, policy=p)) for p in (POLICY, replace(POLICY, heads=((8, 8), (8, 8)))))
+    assert_equal(plain, listed)
+
+
+def test_a_run_with_unequal_heads_can_be_killed_and_its_adapter_decides_as_it_did(tmp_path: Path) -> None:
+    config = replace(SCORER, steps=4, checkpoint_every=2, train_long=(8, 4))
+    _, straight = run(tmp_path / "a", config, policy=UNEQUAL)
+    first = trainer(config, policy=UNEQUAL)
+    for _ in range(2):
+        first.step()
+    (tmp_path / "c").mkdir()
+    checkpoints = Checkpoints(tmp_path / "c", first)
+    checkpoints.save()
+    checkpoints.wait()
+    resumed = trainer(config, policy=UNEQUAL)
+    assert Checkpoints(tmp_path / "c", resumed).resume()
+    for _ in range(2):
+        resumed.step()
+    assert_equal(scorer_tensors(straight), scorer_tensors(resumed.model))
+    other = trainer(config, policy=replace(POLICY, heads=((13, 3), (16, 0))))
+    with pytest.raises(ValueError, match=r"policy\.heads"):
+        Checkpoints(tmp_path / "c", other).resume()
+    loaded = load(tiny_model(), tmp_path / "a")
+    assert [layer.budget for layer in attached_policies(loaded)] == [
+        Budget(2, 8, 13, HEADS[0]), Budget(2, 8, 16, HEADS[1])
+    ]  # fmt: skip
+    ids = torch.randint(3, VOCAB, (1, 80))
+    (logits, kept), (logits_again, kept_again) = expiries(straight, ids), expiries(loaded, ids)
+    assert torch.equal(logits, logits_again)
+    assert all(torch.equal(a, b) for a, b in zip(kept, kept_again))
+    assert any(not torch.equal(layer[:, 0], layer[:, 1]) for layer in kept)
+
+
+def test_layers_with_unlike_heads_are_not_trained_together() -> None:
+    mixed = ByLayer(UNEQUAL, {1: replace(POLICY, heads=((16, 0), (13, 3)))})
+    with pytest.raises(ValueError, match=r"layers 0 and 1 cannot be trained together: budgets .* of unlike heads"):
+        trainer(SCORER, policy=mixed)
+    t = trainer(SCORER, policy=ByLayer(UNEQUAL, {0: Dense()}))  # also where only some layers learn
+    assert t.scorers is not None
+    assert t.scorers.budgets == [{1: Budget(2, 8, 16, HEADS[1])}]
+    assert math.isfinite(t.step()["score_loss"])
+
+
 # The log
 
 
@@ -168,7 +255,7 @@ def test_accuracy_recall_and_keep_rate_are_those_of_a_direct_count() -> None:
     counts = counts_of(decisions, every)
 
     def record_of(score_NHL: Tensor) -> dict[str, Any]:
-        summary = Summary(teacher.stack.layers, BUDGET, 16)
+        summary = Summary(teacher.stack.layers, 16)
         priority = teacher.stack.priority(score_NHL, teacher.stack.log_gamma())
         summary.add(teacher, decisions, boundary_losses(priority, decisions[0], every), counts, score_NHL)
         return summary.record()

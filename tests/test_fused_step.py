@@ -97,7 +97,7 @@ def pair(
 
 
 def tokens(plain: RankedSlots, n: int, G: int, seed: int) -> list[Tensor]:
-    (B, H, _, D), V = plain.keys.shape, plain.values.shape[-1]
+    (B, H, _), D, V = plain.position.shape, plain.keys.shape[-1], plain.values.shape[-1]
     generator = torch.Generator().manual_seed(seed)
     made = (torch.randn(B, heads, n, X, generator=generator) for heads, X in ((H * G, D), (H, D), (H, V)))
     return [x.to(plain.keys.dtype).to(DEVICE) for x in made]
@@ -145,6 +145,52 @@ def test_small_budgets(kind: str, sizes: tuple[int, int, int]) -> None:
     plain, fused = pair(kind, Budget(*sizes), B=1, H=1, D=8)
     for t in range(2 * sum(sizes) + 3):
         same(plain, fused, t)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["random", "mlstm", "mlp+mlstm"])
+@pytest.mark.parametrize("heads", [(4, 0, 1), (0, 3)], ids=str)
+def test_heads_of_different_sizes(kind: str, heads: tuple[int, ...]) -> None:
+    """Rows at different lengths, so that heads are full at different times; some steps of several tokens."""
+    plain, fused = pair(kind, Budget(1, 2, 0).with_heads(heads), B=2, H=len(heads), D=8)
+    for t in range(12):
+        same(plain, fused, t, valid=[True, t % 3 != 1])
+    assert [len(head) for head in fused.held()[1]] == [min(3 + k, 8) for k in heads]
+    same(plain, fused, 50, n=4, valid=[True, False])
+    for x in (plain, fused):
+        x.select(torch.tensor([1, 0]))
+        x.clear(slice(0, 1))
+    for t in range(60, 66):
+        same(plain, fused, t)
+    sizes = dict(layers=1, kv_heads=len(heads), head_dim=8, element_size=4, rows=2)
+    assert fused.nbytes() == cache_bytes(fused.budget, **sizes, state_bytes=fused.scorer.state_bytes(), fused=True)
+
+
+@needs_triton
+def test_pins_in_heads_of_different_sizes() -> None:
+    plain, fused = pair("mlp", Budget(0, 3, 0).with_heads([2, 5]), B=1, H=2, D=8)
+    for x in (plain, fused):
+        x.pin(torch.tensor([[[1, 2], [4, 5]]], device=DEVICE))
+    for t in range(12):
+        same(plain, fused, t)
+    assert all({1, 4} <= set(head) for head in fused.held()[0])
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("mlp", torch.float32), ("mlp+mlstm", torch.float32), ("mlp", HALF)], ids=str
+)
+def test_heads_of_different_sizes_over_several_splits(kind: str, dtype: torch.dtype) -> None:
+    plain, fused = pair(kind, Budget(2, 8, 0).with_heads([290, 0, 60]), B=1, H=3, D=64, V=32, dtype=dtype)
+    given = tokens(plain, 320, 1, 0)
+    expected = plain.attend(*given, None, 0.1)
+    torch.testing.assert_close(fused.attend(*given, None, 0.1), expected)
+    q, k, v = tokens(plain, 3, 4, 1)
+    for t in range(3):
+        rounding = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=1e-2, atol=1e-3)
+        step = [x[:, :, t : t + 1] for x in (q, k, v)]
+        torch.testing.assert_close(fused.attend(*step, None, 0.1), plain.attend(*step, None, 0.1), **rounding)
+        agree(plain, fused)
 
 
 @needs_triton

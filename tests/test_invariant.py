@@ -19,7 +19,7 @@ from kvpop.cache import BoundedCache
 from kvpop.core.cutoff import oracle_held
 from kvpop.core.priority import FixedDecay
 from kvpop.policies import DMS, KVpop, Random, RankedLayer, Streaming
-from kvpop.policies.base import LayerShape, Policy
+from kvpop.policies.base import Heads, LayerShape, Policy
 from kvpop.scorers import ConstantScorer
 from tests.tiny import VOCAB, dense_masks, expiries, held_by_mask, masked_reference, tiny_model
 
@@ -36,8 +36,9 @@ def model_of(family: str, kv_heads: int, groups: int):
 class Fixed(Policy):
     """A constant score of any value, with decay: structural protection must hold whatever the scores are."""
 
-    def __init__(self, budget: Budget, value: float, decay: float) -> None:
+    def __init__(self, budget: Budget, value: float, decay: float, heads: Heads = ()) -> None:
         object.__setattr__(self, "budget", budget)
+        object.__setattr__(self, "heads", heads)
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "decay", decay)
 
@@ -49,24 +50,25 @@ class Fixed(Policy):
 
     def layer(self, shape: LayerShape) -> RankedLayer:
         scorer = ConstantScorer(shape.kv_heads, shape.head_dim, self.value)
-        return RankedLayer(shape, self.budget, scorer, FixedDecay(shape.kv_heads, self.decay))
+        return RankedLayer(shape, self.budget, scorer, FixedDecay(shape.kv_heads, self.decay), heads=self.heads)
 
 
-def make_policy(kind: str, budget: Budget) -> Policy:
+def make_policy(kind: str, budget: Budget, heads: Heads = ()) -> Policy:
     if kind.startswith("fixed"):
-        return Fixed(budget, float(kind.split(":")[1]), 0.0)
+        return Fixed(budget, float(kind.split(":")[1]), 0.0, heads)
     if kind == "fixed-decay":
-        return Fixed(budget, 0.0, -1e-2)
+        return Fixed(budget, 0.0, -1e-2, heads)
     if kind.startswith("dms"):
         emitted_by = "self" if kind == "dms-self" else "next"
         return DMS(budget.window, ratio=2, sinks=budget.sinks, emitted_by=emitted_by, offset=0.0)
     if kind == "random":
-        return Random(budget, seed=3, decay=-1e-2)
+        return Random(budget, seed=3, decay=-1e-2, heads=heads)
     if kind == "streaming":
         return Streaming(budget)
     if kind == "streaming-cache":
         return Streaming(budget, positions="cache")
-    return KVpop(budget, scorer=kind.removesuffix("/bucketed"), decay_step=3 if kind.endswith("/bucketed") else 1)
+    step = 3 if kind.endswith("/bucketed") else 1
+    return KVpop(budget, scorer=kind.removesuffix("/bucketed"), decay_step=step, heads=heads)
 
 
 def shake(model, seed: int) -> None:
@@ -82,6 +84,26 @@ KINDS = [
     "mlp", "mlstm", "mlstm-immediate", "mlp+mlstm", "mlp+mlstm/bucketed", "random", "streaming", "streaming-cache",
     "fixed:0", "fixed:inf", "fixed:-inf", "fixed:nan", "dms", "dms-self",
 ]  # fmt: skip
+
+
+BY_HEAD = [kind for kind in KINDS if not kind.startswith(("streaming", "dms"))]
+
+
+@st.composite
+def unequal(draw, kv_heads: int, long: int) -> Heads:
+    """Long-range slots of the heads of two layers, ``long`` on average: some give of theirs to others."""
+    slots = [long] * (2 * kv_heads)
+    head = st.integers(0, len(slots) - 1)
+    for giver, taker, count in draw(st.lists(st.tuples(head, head, st.integers(1, 6)), max_size=6)):
+        count = min(count, slots[giver])
+        slots[giver] -= count
+        slots[taker] += count
+    return tuple(slots[:kv_heads]), tuple(slots[kv_heads:])
+
+
+def longs(case) -> list[tuple[int, ...]]:
+    """Long-range slots of each head of each layer."""
+    return [row or (case["budget"].long,) * case["heads"][0] for row in case.get("slots") or ((), ())]
 
 
 @st.composite
@@ -102,18 +124,22 @@ def cases(draw):
         bounds = sorted({0, longest, *cuts})
     kind = draw(st.sampled_from(KINDS))
     ranked = not kind.startswith("dms")  # what a gate let go cannot be taken back, and there is no slot to pin
+    heads = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 1)]))
+    slots = draw(st.one_of(st.just(()), unequal(heads[0], budget.long))) if kind in BY_HEAD else ()
+    fewest = min((k for row in slots for k in row), default=budget.long)
     return {
         "kind": kind,
         "budget": budget,
         "lengths": lengths,
         "side": draw(st.sampled_from(["left", "right"])),
         "bounds": bounds,
-        "heads": draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)])),
+        "heads": heads,
+        "slots": slots,
         "family": draw(st.sampled_from(["llama", "qwen3"])),
         "seed": draw(st.integers(0, 1000)),
-        # Positions to pin, per row: at most as many as there are long-range slots.
+        # Positions to pin, per row: at most as many as any head has long-range slots.
         "pinned": [
-            draw(st.sets(st.integers(budget.sinks, max(length, budget.sinks + 1)), max_size=budget.long))
+            draw(st.sets(st.integers(budget.sinks, max(length, budget.sinks + 1)), max_size=fewest))
             if ranked and draw(st.booleans())
             else set()
             for length in lengths
@@ -129,7 +155,7 @@ JUNK = ["with the piece", "in one call", "one by one"]
 
 def run_case(case) -> None:
     budget, lengths = case["budget"], case["lengths"]
-    model = attach(model_of(case["family"], *case["heads"]), make_policy(case["kind"], budget))
+    model = attach(model_of(case["family"], *case["heads"]), make_policy(case["kind"], budget, case.get("slots", ())))
     shake(model, case["seed"])
     generator = torch.Generator().manual_seed(case["seed"])
     rows = [torch.randint(3, VOCAB, (n,), generator=generator) for n in lengths]
@@ -190,7 +216,8 @@ def run_case(case) -> None:
             for layer in range(2):
                 assert held[layer][i] == expected[layer][0], (case, stop, i, layer)
                 if not case["kind"].startswith("dms"):
-                    assert all(len(head) == min(seen, budget.slots) for head in held[layer][i])
+                    sizes = [min(seen, budget.sinks + budget.window + k) for k in longs(case)[layer]]
+                    assert [len(head) for head in held[layer][i]] == sizes
                 assert all(pin in head for head in held[layer][i] for pin in pinned[i] if pin < seen)
     logits = torch.cat(logits, dim=1)
     for i, (expected, _) in enumerate(reference):
@@ -218,6 +245,29 @@ def test_every_policy_at_edge_budgets_and_chunk_sizes_around_the_window(kind, si
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", BY_HEAD)
+@pytest.mark.parametrize(
+    ("sizes", "slots"),
+    [
+        ((0, 1, 1), ((0, 2), (1, 1))),
+        ((1, 1, 2), ((0, 0), (1, 7))),
+        ((1, 3, 2), ((4, 4), (0, 0))),
+        ((2, 8, 8), ((1, 20), (8, 3))),
+        ((2, 4, 4), ((7, 1), ())),
+    ],
+)
+def test_heads_of_unequal_sizes_at_edge_budgets_and_chunk_sizes_around_the_window(kind, sizes, slots):
+    budget = Budget(*sizes)
+    length = budget.sinks + budget.window + 2 * max(max(row, default=0) for row in slots) + 5
+    for chunk in sorted({1, 3, max(1, budget.window - 1), budget.window, budget.window + 1, length}):
+        run_case(
+            {
+                "kind": kind, "budget": budget, "slots": slots, "lengths": [length, max(1, length // 2)], "side": "left",
+                "bounds": [*range(0, length, chunk), length], "heads": (2, 2), "family": "llama", "seed": chunk,
+            }
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("value", [0.0, math.inf, -math.inf, math.nan])
 def test_constant_scores_are_a_sliding_window_with_sinks(value):
     budget = Budget(2, 3, 4)
@@ -232,7 +282,8 @@ def test_constant_scores_are_a_sliding_window_with_sinks(value):
 @given(st.data())
 def test_expiry_is_the_set_definition_through_a_model(data):
     budget = Budget(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4)))
-    model = attach(model_of("llama", 2, 2), KVpop(budget, scorer="mlp"))
+    slots = data.draw(unequal(2, budget.long))
+    model = attach(model_of("llama", 2, 2), KVpop(budget, scorer="mlp", heads=slots))
     shake(model, data.draw(st.integers(0, 99)))
     ids = torch.randint(3, VOCAB, (1, 25), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
     seen = {}
@@ -245,10 +296,11 @@ def test_expiry_is_the_set_definition_through_a_model(data):
 
     with torch.no_grad():
         model(ids, use_cache=False, kvpop=SequencePass(Documents.single(1, 25), observe=observe))
-    for priority, expiry in seen.values():
-        for h in range(2):
+    for layer, (priority, expiry) in seen.items():
+        for h, k in enumerate(slots[layer]):
+            own = Budget(budget.sinks, budget.window, k)
             for q in range(25):
-                assert {t for t in range(q + 1) if q < expiry[h, t]} == oracle_held(priority[h], budget, q)
+                assert {t for t in range(q + 1) if q < expiry[h, t]} == oracle_held(priority[h], own, q)
 
 
 def test_a_budget_as_long_as_the_text_is_dense():

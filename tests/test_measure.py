@@ -354,6 +354,31 @@ def test_recall_and_held_are_those_of_a_direct_count() -> None:
     assert found[2]["recall"] == [[1.0], [1.0]]
 
 
+@pytest.mark.parametrize("heads", [((3, 17), (20, 0)), ((0, 0), (10, 30))])
+def test_recall_of_unequal_heads_asks_each_for_as_many_tokens_as_it_has_slots(heads) -> None:
+    budget, S, future = Budget(2, 8, 10), 80, 20
+    model, ids, policy = tiny_model(), text(S), Random(budget, seed=1, heads=heads)
+    (got,) = compare_recall(model, [ids], [Entry("random", 20, policy)], budget, min_future=future)
+    views: list[LayerView] = []
+    attach(model, policy)
+    hidden_states(model, ids[None], views.append)
+    q = S - 1 - future
+    for layer, view in enumerate(views):
+        shares, held = [], []
+        for h, k in enumerate(heads[layer]):
+            p = (
+                (view.q[0, 2 * h : 2 * h + 2] @ view.k[0, h].T) * view.scale - view.lse[0, 2 * h : 2 * h + 2, :, None]
+            ).exp()
+            mass = {t: max(p[g, t + 8 :, t].sum().item() / (S - t - 8) for g in range(2)) for t in range(2, q - 7)}
+            expiry = view.expiry[0, h].tolist()
+            if k:
+                shares.append(sum(expiry[t] > q for t in sorted(mass, key=lambda t: mass[t])[-k:]) / k)
+            held.append(sum(t <= d < expiry[t] for t in range(S) for d in range(20, S)) / (S - 20))
+        expected = sum(shares) / len(shares) if shares else float("nan")
+        assert got["recall"][layer][0] == pytest.approx(expected, abs=1e-6, nan_ok=True)
+        assert got["held"][layer][0] == pytest.approx(sum(held) / len(held), abs=1e-4)
+
+
 def test_recall_needs_a_text_that_fills_the_budget_with_a_future() -> None:
     with pytest.raises(ValueError, match="a text of 40 tokens is too short: recall at 20 slots needs 41"):
         compare_recall(tiny_model(), [text(40)], [Entry("dense", None, Dense())], Budget(2, 8, 10), min_future=20)

@@ -90,3 +90,34 @@ def test_decisions_are_those_of_a_walk(sinks: int, window: int, long: int, block
         assert {time: sorted(made) for time, made in actual.items()} == expected
         margin = found.margin_NHP[found.valid_NHP]
         assert bool((margin >= 0).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sinks=st.integers(0, 3), window=st.integers(1, 9), longs=st.lists(st.integers(0, 30), min_size=3, max_size=3),
+    block=st.integers(1, 7), L=st.integers(1, 60), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_heads_of_one_budget_decide_as_each_would_alone(
+    sinks: int, window: int, longs: list[int], block: int, L: int, seed: int
+) -> None:
+    """Also where a head is never full, or has no slots: it decides nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    worth = torch.rand(2, 3, math.ceil(L / block), L, generator=generator, dtype=torch.double)
+    found = comparisons(worth, Budget(sinks, window, 0).with_heads(longs), block)
+    names = ("new_NHP", "boundary_NHP", "label_NHP", "margin_NHP", "regret_NHP")
+    assert all(bool(torch.isfinite(getattr(found, name).double()).all()) for name in names)
+    for h, long in enumerate(longs):
+        if not long:
+            assert not found.valid_NHP[:, h].any()
+            continue
+        alone = comparisons(worth[:, h : h + 1], Budget(sinks, window, long), block)
+        for n in range(2):
+            mine, own = found.valid_NHP[n, h], alone.valid_NHP[n, 0]
+            assert torch.equal(found.time_P[mine], alone.time_P[own])
+            for name in names:
+                assert torch.equal(getattr(found, name)[n, h][mine], getattr(alone, name)[n, 0][own]), name
+
+
+def test_without_slots_nothing_is_decided() -> None:
+    found = comparisons(torch.rand(1, 2, 8, 30), Budget(1, 2, 0), 4)
+    assert found.valid_NHP.shape == (1, 2, 0)

@@ -18,13 +18,16 @@ from tests.training import BUDGET, CONFIG_OF, stream, trainer
 def test_a_step_of_the_kernels_is_a_step_of_the_reference(
     mode: str, residual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not torch.cuda.is_available():  # the teacher of packed documents
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":  # the teacher of packed documents
         monkeypatch.setattr("kvpop.policies.base.dense_impl", lambda impl: "reference")
     config = CONFIG_OF[mode]
     config = replace(config, target=replace(config.target, residual=residual), checkpointing=mode == "full")
     records = []
     for impl in ("reference", "triton"):
-        t = trainer(replace(config, impl=impl), stream(1), policy=KVpop(BUDGET, scorer="mlp"), dtype=torch.float32)
+        t = trainer(
+            replace(config, impl=impl), stream(1), policy=KVpop(BUDGET, scorer="mlp"), dtype=torch.float32, device=device
+        )  # fmt: skip
         records.append([t.step() for _ in range(2)])
     for plain, kernels in zip(*records, strict=True):
         for name in ("score_loss", "scorer_grad", *(("kl", "base_grad") if mode == "full" else ())):

@@ -23,6 +23,7 @@ from kvpop.supervision import (
     counts_of,
     decisions_of,
     scorer_losses,
+    stacked,
     supervise,
     teacher_recall,
 )
@@ -121,6 +122,68 @@ def test_a_stack_has_the_target_loss_and_gradients_of_its_layers(kind: str, targ
     assert_close(alone, together)
 
 
+HEADS = ((1, 15), (8, 8), (20, 0), (5, 7))  # of BUDGET: 8 on average
+
+
+@pytest.mark.parametrize("samples", [0, 24])
+@pytest.mark.parametrize("target", [Target(), Target(residual=8)], ids=["static", "residual"])
+def test_a_stack_of_unequal_heads_has_the_loss_and_gradients_of_its_layers(target: Target, samples: int) -> None:
+    views = observed(four_layers(KVpop(BUDGET, scorer="mlp", heads=HEADS)), (60, 37), (99,))
+    draws = uniform(views[0].documents) if samples else None
+    loss = replace(LOSS, samples=samples)
+    other = [Budget(2, 8, 0).with_heads(row) for row in ((2, 2), (0, 4), (3, 3), (1, 1))]
+
+    def learned(group: list[LayerView]) -> tuple[list[dict[str, Tensor]], Tensor, Tensor, Tensor]:
+        budgets = [stacked([v.policy.budget for v in group], 2), stacked([other[v.layer] for v in group], 2)]
+        teacher = supervise(group, target, budgets)
+        assert teacher.stack.budget == teacher.budgets[0] == budgets[0]
+        decisions = decisions_of(teacher, loss, teacher.budgets, draws)
+        counts = counts_of(decisions, loss)
+        losses, score = scorer_losses(teacher, decisions, loss, counts)
+        losses.sum().backward()
+        found = [{name: p.grad.clone() for name, p in v.policy.named_parameters()} for v in group]
+        for v in group:
+            v.policy.zero_grad()
+        return found, losses.detach(), counts, teacher_recall(teacher, score, teacher.budgets[0], 8)
+
+    together, losses, counts, recall = learned(views)
+    assert torch.isfinite(losses).all()
+    assert (counts[0, 0] > 0).tolist() == [k > 0 for row in HEADS for k in row]
+    assert (counts[1, 0] > 0).tolist() == [k > 0 for budget in other for k in budget.longs(2)]
+    for i, view in enumerate(views):
+        (found,), loss_of, counts_of_it, recall_of = learned([view])
+        torch.testing.assert_close(losses[i], loss_of[0], rtol=1e-12, atol=0)
+        torch.testing.assert_close(counts[..., 2 * i : 2 * i + 2], counts_of_it, rtol=1e-12, atol=0)
+        assert torch.equal(recall[:, 2 * i : 2 * i + 2], recall_of)
+        assert_close(together[i], found)
+
+
+def test_a_stack_of_equal_heads_has_a_plain_budget() -> None:
+    assert stacked([BUDGET, BUDGET], 2) == BUDGET
+    assert stacked([Budget(2, 8, 3), BUDGET], 2) == Budget(2, 8, 8, (3, 3, 8, 8))
+    assert stacked([Budget(2, 8, 9, (7, 9)), BUDGET], 2) == Budget(2, 8, 9, (7, 9, 8, 8))
+
+
+def test_recall_of_unequal_heads_counts_the_tokens_of_each() -> None:
+    views = observed(four_layers(KVpop(BUDGET, scorer="mlp", heads=HEADS)), (99, 30), size=130)
+    teacher = supervise(views, Target(), [stacked([view.policy.budget for view in views], 2)])
+    score = teacher.stack.score(teacher.x_NHLE, teacher.documents).detach()
+    found = teacher_recall(teacher, score, teacher.budgets[0], 16)
+    gamma = teacher.stack.log_gamma().detach()
+    student, oracle = (teacher.stack.priority(x, gamma) for x in (score, teacher.target_NHL))
+    for h, k in enumerate([k for row in HEADS for k in row]):
+        hits = wanted = 0
+        for n, length in enumerate((99, 30)):
+            q = length - 1 - 16
+            eligible = range(2, q - 8 + 1)
+            if q < 10 + k or not k:
+                continue
+            best = [set(sorted(eligible, key=lambda t: (float(p[n, h, t]), t))[-k:]) for p in (student, oracle)]
+            hits, wanted = hits + len(best[0] & best[1]), wanted + len(best[1])
+        assert found[:, h].tolist() == [hits, wanted], h
+    assert found[1].tolist() == [2, 15, 8, 8, 20, 0, 5, 7]
+
+
 def test_a_stack_sees_its_layers_change_and_leaves_them_as_they_are() -> None:
     views = observed(four_layers(KVpop(BUDGET)), (90,))
     policies = [view.policy for view in views]
@@ -216,7 +279,7 @@ def summed(model, rows: Sequence[Sequence[int]], seed: int, recall: bool = True)
     decisions = decisions_of(teacher, every, BUDGETS)
     counts = counts_of(decisions, every)
     losses, scores = scorer_losses(teacher, decisions, every, counts)
-    summary = Summary(teacher.stack.layers, BUDGET, every.min_future, recall)
+    summary = Summary(teacher.stack.layers, every.min_future, recall)
     summary.add(teacher, decisions, losses, counts, scores)
     return summary
 
@@ -244,7 +307,7 @@ def test_a_record_has_one_row_a_layer_in_their_order_however_they_are_stacked() 
     every = replace(LOSS, samples=0)
     records = []
     for groups in ([views], [[views[2]], [views[0], views[3]], [views[1]]]):
-        summary = Summary(policies, BUDGET, every.min_future)
+        summary = Summary(policies, every.min_future)
         for group in groups:
             teacher = supervise(group, Target(), BUDGETS)
             decisions = decisions_of(teacher, every, BUDGETS)
@@ -268,7 +331,7 @@ def test_recall_is_left_out_where_it_is_not_asked_for() -> None:
 
 def test_without_a_batch_there_is_nothing_to_say() -> None:
     policies = attached_policies(attach(tiny_model(), KVpop(BUDGET)))
-    assert Summary(policies, BUDGET, 16).record() == {}
+    assert Summary(policies, 16).record() == {}
 
 
 def test_without_a_decision_loss_and_accuracy_are_no_numbers() -> None:

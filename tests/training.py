@@ -51,10 +51,11 @@ def needs_teacher(config: DistillConfig) -> bool:
 
 
 def trainer(
-    config: DistillConfig, data: SequenceStream | None = None, *, policy: Policy = POLICY, dtype=torch.float64
-) -> Trainer:
-    teacher = tiny_model(dtype=dtype) if needs_teacher(config) else None
-    return Trainer(tiny_model(dtype=dtype), policy, data or stream(), config, teacher)
+    config: DistillConfig, data: SequenceStream | None = None, *, policy: Policy = POLICY, dtype=torch.float64,
+    device="cpu",
+) -> Trainer:  # fmt: skip
+    teacher = tiny_model(dtype=dtype).to(device) if needs_teacher(config) else None
+    return Trainer(tiny_model(dtype=dtype).to(device), policy, data or stream(), config, teacher)
 
 
 def run(directory: Path, config: DistillConfig, **options: Any) -> tuple[bool, PreTrainedModel]:

@@ -3,6 +3,8 @@
 kvpop.json             format, model id, shapes and fingerprint, policy, versions, training facts
 scorers.safetensors    one entry per tensor the policy learned, layers.<i>.<name>; none if it learned nothing itself
 
+curves.safetensors     what budgets by head come from, if heads share the budget unequally
+
 and, if training changed the model's own weights, either of
 
 base.safetensors       all of them; beyond 5 GB in shards, base-00001-of-0000n.safetensors and base.safetensors.index.json
@@ -24,6 +26,7 @@ from transformers import PreTrainedModel
 
 import kvpop
 from kvpop import lora
+from kvpop.allocation import CURVES, read_curves, write_curves
 from kvpop.attachment import attach, attached_policies
 from kvpop.budget import Budget
 from kvpop.hub import CONFIG, SCORERS, adapter_directory, pretrained
@@ -90,7 +93,7 @@ def save_adapter(
     weights. Raises ValueError for a policy that adapters do not hold or that is not attached, and for ``with_base`` of a
     model with LoRA layers; AdapterError if ``base`` is not what the model has.
     """
-    policy = recipe_of(policy)
+    curves, policy = policy.curves if isinstance(policy, Trained) else None, recipe_of(policy)
     settings, low_rank = settings_of(policy), bool(lora.lora_parameters(model))
     if not attached_policies(model):
         raise ValueError(f"there is nothing to save: {policy.name} is not attached to the model")
@@ -106,6 +109,8 @@ def save_adapter(
     scorers = scorer_tensors(model)
     if scorers:
         write_tensors(directory / SCORERS, scorers)
+    if curves is not None:
+        write_curves(directory / CURVES, curves)
     base_weights = write_base(base or own, directory, shard_bytes) if with_base else None
     versions = {"kvpop": kvpop.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     if low_rank:
@@ -155,7 +160,7 @@ def adapter_files(directory: str | Path) -> list[str]:
     """The files that an adapter consists of, as its JSON says. Raises AdapterError naming one that is not there."""
     directory = Path(directory)
     config = read_config(directory)
-    names = [CONFIG] + ([SCORERS] if config["scorers"] else [])
+    names = [CONFIG] + ([SCORERS] if config["scorers"] else []) + ([CURVES] if (directory / CURVES).is_file() else [])
     base = config.get("base_weights")
     if base == lora.LORA_WEIGHTS:
         names += [lora.LORA_CONFIG, lora.LORA_WEIGHTS]
@@ -176,7 +181,8 @@ def load_policy(directory: str | Path, budget: Budget | None = None, *, revision
     directory = adapter_directory(directory, revision)
     config = read_config(directory)
     tensors = read_tensors(directory / SCORERS) if config["scorers"] else {}
-    trained = Trained(policy_from(config["policy"], str(directory)), tensors)
+    curves = read_curves(directory / CURVES) if (directory / CURVES).is_file() else None
+    trained = Trained(policy_from(config["policy"], str(directory)), tensors, curves=curves)
     return trained if budget is None else trained.with_budget(budget)
 
 

@@ -89,7 +89,8 @@ class DecodeSettings:
 
     def identity(self) -> dict[str, Any]:
         """What rows of one file have in common."""
-        return {name: getattr(self, name) for name in ("model", "layers", "steps", "compiled")} | asdict(self.budget)
+        sizes = {name: value for name, value in asdict(self.budget).items() if name != "heads" or value}
+        return {name: getattr(self, name) for name in ("model", "layers", "steps", "compiled")} | sizes
 
 
 def random_model(shape: str, layers: int | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -133,6 +134,8 @@ def likely_positions(
         drawn_BHK = torch.randint(seen - sinks - window - K + 1, (B, H, K), generator=generator, device=device)
         older_BHK = sinks + drawn_BHK.sort(-1).values + torch.arange(K, device=device)
     order_BHK = torch.rand(B, H, K, generator=generator, device=device).argsort(-1)
+    if newest:
+        order_BHK = torch.arange(K - 1, -1, -1, device=device).expand(B, H, K)
     older_BHK = older_BHK.masked_fill(order_BHK >= older_BH[..., None], FAR)
     always = torch.cat([torch.arange(sinks, device=device), torch.arange(seen - window, seen, device=device)])
     held_BHM = torch.cat([always.expand(B, H, -1), older_BHK], -1).sort(-1).values
@@ -151,9 +154,10 @@ def fill_store(store: Slots, seen: int, slots: int, generator: torch.Generator) 
             _fill_pages(store, seen, slots, generator)
         elif isinstance(store, RankedSlots):
             held, budget = store.tensors(), store.budget
-            B, H, M = held["position"].shape
+            B, H, _ = held["position"].shape
             window = min(budget.window, seen)
-            count_BH = torch.full((B, H), min(M, seen), device=store.seen.device)
+            each = [min(budget.sinks + budget.window + k, seen) for k in budget.longs(H)]
+            count_BH = torch.tensor(each, device=store.seen.device).expand(B, H)
             newest = isinstance(store.scorer, ConstantScorer)
             position = likely_positions(count_BH, seen, min(budget.sinks, seen - window), window, generator, newest)
             held["position"][..., : position.shape[-1]] = position.int()

@@ -107,18 +107,29 @@ SLOT_OVERHEAD_BYTES = 8
 
 
 def cache_bytes(
-    budget: Budget, *, layers: int, kv_heads: int, head_dim: int, element_size: int, rows: int = 1, state_bytes: int = 0,
-    fused: bool = False,
+    budget: Budget | Sequence[Budget], *, layers: int, kv_heads: int, head_dim: int, element_size: int, rows: int = 1,
+    state_bytes: int = 0, fused: bool = False,
 ) -> int:  # fmt: skip
     """Bytes a bounded cache allocates: rows x layers x KV heads x (slots x (entry + overhead) + scorer state) + counters.
 
-    ``state_bytes`` is the scorer state per KV head. Every row of every layer also carries one int64 count of seen tokens,
-    and every layer one of the tokens taken in. ``fused``: the fused decoding step looks up slots in tables, 4 bytes a head
-    and a token of the window and 4 more.
+    ``budget`` is that of every layer, or one a layer. ``state_bytes`` is the scorer state per KV head. Every row of every
+    layer also carries one int64 count of seen tokens, and every layer one of the tokens taken in. ``fused``: the fused
+    decoding step looks up slots in tables, 4 bytes a head and a token of the window and 4 more.
+
+    Where the heads of a layer differ, each has keys and values for its own slots, but the overhead of the largest head's, and
+    8 bytes a head and layer say where they lie. Raises ValueError for budgets of another number of layers or heads.
     """
-    per_head = budget.slots * (entry_bytes(head_dim, element_size) + SLOT_OVERHEAD_BYTES) + state_bytes
-    per_head += 4 * (budget.window + 1) if fused else 0
-    return layers * (rows * (kv_heads * per_head + 8) + 8)
+    budgets = [budget] * layers if isinstance(budget, Budget) else list(budget)
+    if len(budgets) != layers:
+        raise ValueError(f"{len(budgets)} budgets were given for {layers} layers")
+    total = 0
+    for one in budgets:
+        longs = one.longs(kv_heads)
+        entries = kv_heads * (one.sinks + one.window) + sum(longs)
+        per_head = one.slots * SLOT_OVERHEAD_BYTES + state_bytes + (4 * (one.window + 1) if fused else 0)
+        per_row = entries * entry_bytes(head_dim, element_size) + kv_heads * per_head + 8
+        total += rows * per_row + 8 + (8 * kv_heads if len(set(longs)) > 1 else 0)
+    return total
 
 
 def dense_bytes(tokens: int, *, layers: int, kv_heads: int, head_dim: int, element_size: int, rows: int = 1) -> int:

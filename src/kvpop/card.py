@@ -13,6 +13,7 @@ from kvpop.budget import SLOT_OVERHEAD_BYTES, cache_bytes, dense_bytes, entry_by
 from kvpop.lora import LORA_WEIGHTS
 from kvpop.models import EMBEDDED_ID, EMBEDDED_NAMES
 from kvpop.policies import LayerShape
+from kvpop.policies.base import layer_budget
 from kvpop.weights import BASE, BASE_INDEX, flat
 
 ELEMENT_BYTES = 2
@@ -98,6 +99,10 @@ def _what(config: dict[str, Any], base: str) -> str:
             f"It generates with {sum(budget.values()):,} slots per KV head, however long the text: {budget['sinks']:,} first "
             f"tokens, {budget['window']:,} newest ones, {budget['long']:,} others."
         )
+        if by_head := [k for row in policy.get("heads", ()) for k in row]:
+            size += (
+                f" The others are budgets by head: from {min(by_head):,} to {max(by_head):,}, mean {budget['long']:,}."
+            )
     else:
         size = (
             f"It was trained to hold 1/{policy['ratio']:g} of the tokens on average beyond a window of {policy['window']:,}; "
@@ -110,21 +115,22 @@ def _memory(directory: str | Path, config: dict[str, Any]) -> str:
     model, trained = config["model"], load_policy(directory)
     if "budget" not in config["policy"]:
         return ""
-    budget = trained.policy.budget
-    layers = len({name.split(".")[1] for name in trained.tensors}) or model["layers"]
+    budget, heads = trained.policy.budget, getattr(trained.policy, "heads", ())
+    indices = sorted({int(name.split(".")[1]) for name in trained.tensors}) or range(model["layers"])
+    budgets, layers = [layer_budget(budget, heads, i, model["kv_heads"]) for i in indices], len(indices)
     sizes = {"layers": layers, "kv_heads": model["kv_heads"], "head_dim": model["head_dim"]}
     state = 0
     if trained.tensors:
-        layer: Any = trained.policy.layer(LayerShape(0, model["heads"], model["kv_heads"], model["head_dim"]))
+        layer: Any = trained.policy.layer(LayerShape(indices[0], model["heads"], model["kv_heads"], model["head_dim"]))
         state = layer.scorer.state_bytes()
     entry = entry_bytes(model["head_dim"], ELEMENT_BYTES)
     rows: list[list[Any]] = [
-        ["slots per KV head", budget.slots],
+        ["slots per KV head" + (", on average" if heads else ""), budget.slots],
         ["bytes per slot and KV head", f"{entry:,} + {SLOT_OVERHEAD_BYTES} for position and priority"],
         ["scorer state per KV head, bytes", state],
         [
             "whole cache of one sequence, MB",
-            cache_bytes(budget, **sizes, element_size=ELEMENT_BYTES, state_bytes=state) / 1e6,
+            cache_bytes(budgets, **sizes, element_size=ELEMENT_BYTES, state_bytes=state) / 1e6,
         ],
         ["a dense cache: bytes per token", dense_bytes(1, **sizes, element_size=ELEMENT_BYTES)],
     ]

@@ -33,6 +33,7 @@ from kvpop.measure import Entry, compare_retrieval, compare_texts, hidden_states
 from kvpop.models import load_base, model_id
 from kvpop.plots import demo_figure
 from kvpop.policies import Dense, KVpop, Oracle, Random, Streaming, Tova
+from kvpop.policies.base import Heads, layer_budget
 from kvpop.rollout import generate
 from kvpop.scorers import build_scorer
 from kvpop.tasks import RetrievalPrompt, mixed_prompt, training_retrieval_document
@@ -215,8 +216,13 @@ def _entries(policies: dict[str, Trained], model: PreTrainedModel) -> list[Entry
         ]
         for name, policy in policies.items():
             entries.append(Entry(name, slots, policy.with_budget(charged_budget(slots, _scorer_of(policy), model))))
-        entries.append(Entry("oracle", slots, Oracle(budget)))
+        entries.append(Entry("oracle", slots, Oracle(budget, heads=_heads(policies[CARRIED].with_budget(budget)))))
     return entries
+
+
+def _heads(policy: Trained) -> Heads:
+    assert isinstance(policy.policy, KVpop)
+    return policy.policy.heads
 
 
 def _compare(
@@ -249,13 +255,17 @@ def _generate(model: PreTrainedModel, policy: Trained, name: str, tokens: Any, p
     slots = BUDGETS[-1]
     total = 10 * slots
     budget = charged_budget(slots, _scorer_of(policy), model)
-    attach(model, policy.with_budget(budget))
+    policy, config = policy.with_budget(budget), model.config.get_text_config()
+    attach(model, policy)
+    budgets = [
+        layer_budget(budget, _heads(policy), i, config.num_key_value_heads) for i in range(config.num_hidden_layers)
+    ]
     prompt = torch.from_numpy(tokens[:slots].astype(np.int64))[None]
     task = progress.add_task(f"generate to 10 x {slots} tokens", total=total, note="")
     trace: list[dict[str, int]] = []
     started, full = time.perf_counter(), 0
     for step in generate(model, prompt, max_new_tokens=total - slots + 1, temperature=0.7, top_p=0.9, seed=0):
-        if step.held == budget.slots and not full:
+        if step.held == max(of_layer.slots for of_layer in budgets) and not full:
             full = step.nbytes
         trace.append({"tokens": step.seen, "bytes": step.nbytes, "bytes_dense": step.dense_bytes, "held": step.held})
         rate = len(trace) / (time.perf_counter() - started)
@@ -265,9 +275,8 @@ def _generate(model: PreTrainedModel, policy: Trained, name: str, tokens: Any, p
             note=f"{step.nbytes / 1e6:.1f} MB held, dense {step.dense_bytes / 1e6:.1f}; {rate:.1f} tok/s",
         )
     detach(model)
-    config = model.config.get_text_config()
     formula = cache_bytes(
-        budget, layers=config.num_hidden_layers, kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
+        budgets, layers=config.num_hidden_layers, kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
         element_size=model.dtype.itemsize,
         state_bytes=_state_bytes(_scorer_of(policy), model),
     )  # fmt: skip

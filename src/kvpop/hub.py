@@ -7,11 +7,12 @@ from pathlib import Path
 
 import huggingface_hub
 
+from kvpop.allocation import CURVES
 from kvpop.lora import LORA_CONFIG, LORA_WEIGHTS
 from kvpop.weights import BASE, BASE_INDEX
 
 CONFIG, SCORERS = "kvpop.json", "scorers.safetensors"
-PATTERNS = (CONFIG, SCORERS, BASE, BASE_INDEX, "base-*.safetensors", LORA_CONFIG, LORA_WEIGHTS)
+PATTERNS = (CONFIG, SCORERS, CURVES, BASE, BASE_INDEX, "base-*.safetensors", LORA_CONFIG, LORA_WEIGHTS)
 """The files of a repository that an adapter can consist of; nothing else is downloaded."""
 CARRIED = "kvpop:"
 """``kvpop:smollm2`` names an adapter that the package carries."""

@@ -140,6 +140,29 @@ def training_stream(
     return _packed_stream(corpus, tokenizer, length, batch_size, seed, tokens, retrieval_share)
 
 
+def document_curves(model: PreTrainedModel, stream: SequenceStream, budget: Budget, count: int) -> Tensor:
+    """What budgets by head come from (``remaining_curves``), over the longest document of each of the first ``count``
+    sequences. Raises ValueError if they are too short to rank ``budget.long`` tokens."""
+    import torch
+
+    from kvpop.calibration import remaining_curves
+
+    columns = stream.sequences.columns(range(min(count, len(stream))))
+    texts = []
+    for ids, documents in zip(columns["input_ids"], columns["document_ids"]):
+        sizes = [(int((documents == d).sum()), d) for d in range(int(documents.max()) + 1)]
+        texts.append(torch.from_numpy(ids[documents == max(sizes)[1]].astype("int64")))
+    longest = max(len(text) for text in texts)
+    if longest < 2 * budget.slots:
+        raise ValueError(
+            f"budgets by head need documents of at least {2 * budget.slots} tokens, twice the slots of a KV head; the longest "
+            f"of the first {len(texts)} sequences has {longest}"
+        )
+    usable = [text for text in texts if 2 * len(text) >= longest]
+    block = min(64, min(map(len, usable)) // 8)
+    return remaining_curves(model, usable, sinks=budget.sinks, window=budget.window, block=block)
+
+
 def _retrieval_count(share: float, sequences: int) -> int:
     return max(1, round(share / (1 - share) * sequences)) if share else 0
 

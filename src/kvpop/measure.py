@@ -248,8 +248,10 @@ def compare_recall(
     """Share of the k older tokens that will receive the most attention which each entry still holds, by layer and text.
 
     Read at the last position whose tokens all have at least ``min_future`` queries behind the window; attention is that of
-    the entry's own pass (mean over future queries, Eq. 2, largest of the query heads). Also "held": the mean number of tokens
-    that a KV head holds over positions from ``start`` (None: ``budget.slots``) on. Both [layers][texts]. Detaches at the end.
+    the entry's own pass (mean over future queries, Eq. 2, largest of the query heads). Where a policy's heads differ, each is
+    asked for as many as it has slots; recall is the mean over heads that have any, NaN without one. Also "held": the mean
+    number of tokens that a KV head holds over positions from ``start`` (None: ``budget.slots``) on. Both [layers][texts].
+    Detaches at the end.
 
     Raises ValueError for a text that has no such position behind a full budget.
     """
@@ -289,8 +291,13 @@ def _retention(view: LayerView, budget: Budget, min_future: int, start: int) -> 
     )[0]  # fmt: skip
     q = S - 1 - min_future
     expiry_HS = view.expiry[0].to(mass_HS.device)
-    best_HK = mass_HS[:, budget.sinks : q - budget.window + 1].topk(budget.long, dim=-1).indices + budget.sinks
-    recall = (expiry_HS.gather(-1, best_HK) > q).float().mean()
+    own: Budget = view.policy.budget if view.policy.heads else budget  # type: ignore[assignment]
+    shares = []
+    for k, mass_S, expiry_S in zip(own.longs(len(mass_HS)), mass_HS, expiry_HS):
+        eligible_A = mass_S[own.sinks : q - own.window + 1]
+        best_K = eligible_A.topk(min(k, len(eligible_A))).indices + own.sinks
+        shares.append((expiry_S[best_K] > q).float().mean())
+    recall = torch.stack(shares).nanmean()
     position_S = torch.arange(S, device=expiry_HS.device)
     lives_HS = (expiry_HS.clamp(max=S) - position_S.clamp(min=start)).clamp(min=0)
     return float(recall), float(lives_HS.sum(-1).float().mean() / (S - start))

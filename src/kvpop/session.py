@@ -107,7 +107,8 @@ class Session:
 
 def _fill(layer: BoundedLayer, own: dict[str, Tensor], rows: int, prefix: str) -> None:
     """Make a layer's store and fill it; RuntimeError for tensors that are missing or do not fit."""
-    layer.lazy_initialization(own["keys"][:, :, :0], own["values"][:, :, :0])
+    empty = (rows, layer.policy.shape.kv_heads, 0)  # heads of different sizes: their keys are saved side by side
+    layer.lazy_initialization(*(own[name].new_empty(*empty, own[name].shape[-1]) for name in ("keys", "values")))
     assert layer.slots is not None
     if "pins" in own:
         layer.slots.pin(own["pins"])

@@ -38,23 +38,24 @@ from kvpop.scorers import Scorer
 
 
 class Stack:
-    """The scorers and decays of several layers as one: heads are laid one layer after the other.
+    """The scorers and decays of several layers as one: heads are laid one layer after the other, and so are their budgets.
 
     The parameters stay those of the layers; gradients reach them. Raises ValueError for layers that differ in anything
-    but their weights.
+    but their weights and what their heads get of one policy's budget.
     """
 
     def __init__(self, layers: Sequence[RankedLayer]) -> None:
         first = layers[0]
         for layer in layers:
             mine, theirs = layer.describe(), first.describe()
-            unlike = [key for key in mine if key not in ("layer", "decay") and mine[key] != theirs[key]]
+            unlike = [key for key in mine if key not in ("layer", "decay", "heads") and mine[key] != theirs[key]]
             if unlike or layer.shape.kv_heads != first.shape.kv_heads:
                 raise ValueError(
                     f"layers {first.shape.layer} and {layer.shape.layer} cannot be trained together: they differ in "
                     f"{', '.join(unlike) or 'their number of KV heads'}"
                 )
-        self.layers, self.budget, self.decay_step = list(layers), first.budget, first.decay_step
+        self.layers, self.decay_step = list(layers), first.decay_step
+        self.budget = stacked([layer.budget for layer in layers], first.shape.kv_heads)
         with torch.random.fork_rng(devices=[]):
             self.template = _Scoring(copy.deepcopy(first.scorer))
         for module in self.template.modules():
@@ -80,6 +81,11 @@ class Stack:
         return static_priority(score_NHL, position_L, log_gamma_H, self.decay_step)
 
 
+def stacked(budgets: Sequence[Budget], kv_heads: int) -> Budget:
+    """One budget for the heads of several layers of equal sinks and windows, ``kv_heads`` each."""
+    return budgets[0].with_heads([k for budget in budgets for k in budget.longs(kv_heads)])
+
+
 class _Scoring(nn.Module):
     def __init__(self, scorer: Scorer) -> None:
         super().__init__()
@@ -92,7 +98,7 @@ class _Scoring(nn.Module):
 @dataclass(frozen=True)
 class Supervised:
     """The teacher signal of a stack of layers on one batch, detached from everything: the scorers' inputs and what they
-    should have said under each of several budgets."""
+    should have said under each of several ``budgets`` of the stack."""
 
     stack: Stack
     x_NHLE: Tensor
@@ -100,6 +106,7 @@ class Supervised:
     target_NHL: Tensor
     tables: tuple[TeacherTable, ...]
     edges_3H: Tensor
+    budgets: tuple[Budget, ...]
     cutoff: Literal["parallel", "compiled"] = "parallel"
     residual: tuple[Comparisons, ...] = ()
     """What a teacher that looks again would decide, in place of ``tables``."""
@@ -111,7 +118,8 @@ def supervise(
     stack: Stack | None = None,
 ) -> Supervised:  # fmt: skip
     """Form the future-attention target of the layers in ``views`` from their queries, keys and log-normalisers (Eq. 2, 3,
-    8, 9), and what a teacher that ranks by it decides under each of ``budgets``. Teacher and student share the decay.
+    8, 9), and what a teacher that ranks by it decides under each of ``budgets``, those of the stack (``stacked``). Teacher
+    and student share the decay.
 
     ``stack``: the stack of exactly these layers, if it exists already. ``edges_3H`` counts the keys of each head whose
     mass lies below epsilon, above 1, and all that have a future.
@@ -148,6 +156,7 @@ def supervise(
         target_NHL=target_NHL,
         tables=tables,
         residual=residual,
+        budgets=tuple(budgets),
         cutoff=how,
         edges_3H=torch.stack([keys.sum((0, 2)) for keys in (under, log_mass_BHS > 0, has_future)]),
     )
@@ -191,6 +200,7 @@ def counts_of(decisions: Sequence[Decisions], config: BoundaryLoss) -> Tensor:
 @torch.no_grad()
 def teacher_recall(teacher: Supervised, score_NHL: Tensor, budget: Budget, min_future: int) -> Tensor:
     """How many of the teacher's long-range tokens the student keeps too, and how many there are, per KV head: [2, H].
+    ``budget`` is one of the stack's.
 
     Read at each row's last query whose tokens all have at least ``min_future`` future queries behind the window.
     """
@@ -200,7 +210,9 @@ def teacher_recall(teacher: Supervised, score_NHL: Tensor, budget: Budget, min_f
     student, oracle = expiry(stack.priority(both, log_gamma_H), budget, teacher.cutoff).chunk(2)
     q_N = (docs.length_N - 1 - min_future)[:, None, None]
     index = torch.arange(score_NHL.shape[-1], device=score_NHL.device)
-    eligible = (index >= budget.sinks) & (index <= q_N - budget.window) & (q_N >= budget.slots)
+    k_H1 = torch.tensor(budget.longs(score_NHL.shape[1]), device=score_NHL.device)[:, None]
+    full = q_N >= k_H1 + budget.sinks + budget.window
+    eligible = (index >= budget.sinks) & (index <= q_N - budget.window) & full
     wanted = eligible & (q_N < oracle)
     return torch.stack([(wanted & (q_N < student)).sum((0, 2)), wanted.sum((0, 2))]).double()
 
@@ -209,11 +221,11 @@ class Summary:
     """What an optimizer step says about its scorers: sums over batches and budgets, per head, so that they add up over
     processes too.
 
-    Recall is that of ``budget``; loss and accuracy are averages over decisions, NaN if there were none.
+    Recall is that of the first budget; loss and accuracy are averages over decisions, NaN if there were none.
     """
 
-    def __init__(self, layers: Sequence[RankedLayer], budget: Budget, min_future: int, recall: bool = True) -> None:
-        self.layers, self.budget, self.min_future, self.with_recall = list(layers), budget, min_future, recall
+    def __init__(self, layers: Sequence[RankedLayer], min_future: int, recall: bool = True) -> None:
+        self.layers, self.min_future, self.with_recall = list(layers), min_future, recall
         self.rows = {layer.shape.layer: i for i, layer in enumerate(self.layers)}
         self.sums: Tensor | None = None  # [10, layers, heads of a layer], float64
 
@@ -233,7 +245,7 @@ class Summary:
             kept_H += ((margin > 0) & of_budget.valid_NHP).sum((0, 2))
         count_H, keep_H = counts_K4H.sum(0)[:2]
         recall = (
-            teacher_recall(teacher, score_NHL, self.budget, self.min_future)
+            teacher_recall(teacher, score_NHL, teacher.budgets[0], self.min_future)
             if self.with_recall
             else torch.zeros(2, len(count_H), dtype=torch.double, device=count_H.device)
         )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
+from kvpop.allocation import allocate, apportion
 from kvpop.budget import Budget
 from kvpop.policies import DMS, KVpop, LayerPolicy, LayerShape, Policy, Streaming
+from kvpop.policies.base import BudgetPolicy
 from kvpop.weights import AdapterError, check_tensors
 
 TRAINABLE: dict[str, type[Policy]] = {"kvpop": KVpop, "streaming": Streaming, "dms": DMS}
@@ -83,6 +86,8 @@ class Trained(Policy):
     policy: Policy
     tensors: Mapping[str, Tensor]
     label: str = ""
+    curves: Tensor | None = None
+    """What budgets by head come from (``allocation``), if the adapter has it."""
 
     @property
     def name(self) -> str:
@@ -93,12 +98,31 @@ class Trained(Policy):
         return self.policy.slots
 
     def with_budget(self, budget: Budget) -> Trained:
-        """The same tensors under another budget. Raises ValueError for a policy whose size is not a budget."""
+        """The same tensors under another budget. Heads that share it unequally share the new one as the curves say, the
+        smallest its share of it; without curves that reach so far, in the same proportions.
+
+        Raises ValueError for a policy whose size is not a budget."""
         if "budget" not in {field.name for field in dataclasses.fields(self.policy)}:
             raise ValueError(
                 f"{self.policy.name} has no budget to change to {budget}: its size is what it was trained for"
             )
-        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, budget=budget))  # type: ignore[call-arg]
+        changes: dict[str, Any] = {"budget": budget}
+        heads = getattr(self.policy, "heads", ())
+        if heads and budget.long != self.policy.budget.long:
+            if self.curves is not None and budget.long <= self.curves.shape[2]:
+                least = min(chain.from_iterable(heads)) * budget.long // max(1, self.policy.budget.long)
+                changes["heads"] = allocate(self.curves, budget.long, least)
+            else:
+                changes["heads"] = apportion(heads, budget.long)
+        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **changes))
+
+    def by_head(self, curves_LHK: Tensor, least: int | None = None) -> Trained:
+        """The same tensors and budget, shared by the heads as the curves say (``allocate``). Raises ValueError as that does,
+        and for a policy whose heads cannot differ."""
+        if not isinstance(self.policy, BudgetPolicy):
+            raise ValueError(f"the heads of {self.policy.name} cannot have budgets of their own")
+        heads = allocate(curves_LHK, self.policy.budget.long, least)
+        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, heads=heads), curves=curves_LHK)
 
     def layer(self, shape: LayerShape) -> LayerPolicy:
         layer = self.policy.layer(shape)

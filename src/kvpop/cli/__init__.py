@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import kvpop
+from kvpop.cli.allocate import allocate
 from kvpop.cli.bench import bench
 from kvpop.cli.distill import distill
 from kvpop.cli.evaluate import evaluate
@@ -25,6 +26,7 @@ from kvpop.jobs import read_adapter
 from kvpop.terminal import OUT, print_demo, print_facts, print_json
 
 app.command()(distill)
+app.command()(allocate)
 app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(plan)
@@ -92,6 +94,8 @@ def info(adapter: Annotated[str, typer.Argument(help=f"{ADAPTER}.")], as_json: J
             f"{sum(slots.values())} slots per KV head: "
             f"{slots['sinks']} sinks, {slots['window']} window, {slots['long']} long-range"
         )
+        if heads := [k for row in policy.pop("heads", ()) for k in row]:
+            facts["budget"] += f" on average, {min(heads)} to {max(heads)} by head"
     OUT.print()
     print_facts(
         {

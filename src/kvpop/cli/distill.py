@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvpop.policies import Policy
 
 BESIDE_A_RECIPE = ("out", "recipe", "data", "steps", "seed", "device", "watch", "checkpoint_every", "as_json")
+CURVE_TEXTS = 8
+"""Sequences that budgets by head are read from."""
 IN_MEMORY = 2 * 10**8
 """Tokens of a corpus that are read and packed in memory; more must be prepared on disk first."""
 
@@ -54,6 +56,10 @@ def distill(
     sinks: Annotated[int, typer.Option(min=0)] = DEFAULT.sinks,
     window: Annotated[int, typer.Option(min=1)] = DEFAULT.window,
     scorer: Annotated[str, typer.Option(help="mlp, mlstm, mlstm-immediate or mlp+mlstm.")] = "mlp+mlstm",
+    by_head: Annotated[
+        bool, typer.Option("--by-head", help="KV heads share the slots unequally, by the attention that their tokens receive "
+                           "later: kvpop allocate, on the first sequences. The same memory, better spent.")
+    ] = False,
     start: Annotated[str, typer.Option(help=f"Go on from the scorers of an adapter. {ADAPTER}.")] = "",
     ratio: Annotated[float, typer.Option(help="DMS: the compression to train for; 4 keeps a quarter.")] = 4.0,
     gate: Annotated[str, typer.Option(help="DMS: mlp, or native (a channel of the query; full or lora mode).")] = "mlp",
@@ -153,6 +159,8 @@ def distill(
             "float32" if dtype == "auto" and trains_model else dtype,
         )  # fmt: skip
     config = job.config
+    if by_head:
+        check_by_head(policy, out)
     if not start:  # trained scorers fit their own model only
         job.policy.layer(LayerShape(layer=0, heads=1, kv_heads=1, head_dim=8))  # bad settings show here
     check(job)
@@ -167,6 +175,9 @@ def distill(
         stream = training_stream(
             job.corpus, tokenizer, job.length, job.batch_size, config.seed, wanted, job.retrieval_share
         )
+    if by_head:
+        with ERR.status("looking at what heads need"):
+            job.policy = shared_by_head(job.policy, base, stream, out)
     leads = leading()
     if leads:
         ERR.print(
@@ -221,6 +232,37 @@ def started_budget(start: str, params: dict[str, Any], given: set[str]) -> Budge
         sinks=params["sinks"] if "sinks" in given else own.sinks,
         window=params["window"] if "window" in given else own.window,
     )
+
+
+def check_by_head(policy: str, out: Path) -> None:
+    """Raise ValueError for what has no heads to share among, and for several processes without the curves."""
+    import os
+
+    from kvpop.allocation import CURVES
+
+    if policy != "kvpop":
+        raise ValueError(f"--by-head shares the slots of --policy kvpop, got {policy!r}")
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and not (out / CURVES).is_file():
+        raise ValueError(
+            f"--by-head with {processes} processes needs {out / CURVES}: write it first with kvpop allocate --out {out}"
+        )
+
+
+def shared_by_head(policy: Policy, model: Any, stream: Any, out: Path) -> Policy:
+    """The policy with budgets by head, from the curves in ``out``, which are made and written if they are not there."""
+    from kvpop.allocation import CURVES, allocate, read_curves, write_curves
+    from kvpop.jobs import document_curves
+    from kvpop.trained import Trained, recipe_of
+
+    path, budget = out / CURVES, recipe_of(policy).budget  # type: ignore[attr-defined]
+    if not path.is_file():
+        out.mkdir(parents=True, exist_ok=True)
+        write_curves(path, document_curves(model, stream, budget, CURVE_TEXTS))
+    curves = read_curves(path)  # what is written, so that a run that goes on reads the same
+    if isinstance(policy, Trained):
+        return policy.by_head(curves)
+    return dataclasses.replace(policy, heads=allocate(curves, budget.long))  # type: ignore[call-arg]
 
 
 def objectives(power: float, aggregate: str, lse: str, regret: float, residual: int) -> dict[str, Any]:

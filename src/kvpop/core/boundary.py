@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from kvpop.budget import Budget
 from kvpop.core.cutoff import ranks, running_cutoffs
 
-# Shapes: N rows, H KV heads, L longest row, A = L - s arrivals, P sampled decisions a row.
+# Shapes: N rows, H KV heads, L longest row, A = L - s arrivals, P sampled decisions a row; X = N, or N and H of a budget by
+# heads.
 
 
 @dataclass(frozen=True)
@@ -74,33 +75,38 @@ class Decisions:
 def sample_arrivals(
     length_N: Tensor, budget: Budget, config: BoundaryLoss, longest: int, uniform_NP: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Arrivals j in [k, a row's last allowed one] at which to decide (Eq. 25): indices [N, P] and whether each is real.
+    """Arrivals j in [k, a row's last allowed one] at which to decide (Eq. 25): indices and whether each is real, both [N, P],
+    or [N, H, P] of a budget by heads, each with a k of its own.
 
     ``uniform_NP`` are the draws in [0, 1), P = ``samples`` a row (not needed when every arrival is taken; None: from the
     global generator). Half of them (``late``) have density proportional to the distance from the first: the square root
     of a uniform.
     """
-    first = budget.long
-    count_N = (length_N - budget.sinks - budget.window - config.min_future + 1 - first).clamp(min=0)
+    device, last = length_N.device, max(0, longest - budget.sinks - 1)
+    first_X1: Tensor | int = budget.long
+    length_X1 = length_N[:, None]
+    if budget.heads:
+        first_X1 = torch.tensor(budget.heads, device=device)[:, None]
+        length_X1 = length_N[:, None, None]
+    count_X1 = (length_X1 - budget.sinks - budget.window - config.min_future + 1 - first_X1).clamp(min=0)
     if config.samples == 0:
-        offset_NP = torch.arange(max(0, longest - budget.sinks - first), device=length_N.device).expand(
-            len(length_N), -1
-        )
-        return offset_NP + first, offset_NP < count_N[:, None]
+        offset_P = torch.arange(max(0, longest - budget.sinks - min(budget.heads, default=budget.long)), device=device)
+        valid_XP = offset_P < count_X1
+        return (offset_P + first_X1).clamp(max=last).expand_as(valid_XP), valid_XP
     if uniform_NP is None:
-        uniform_NP = torch.rand(len(length_N), config.samples, device=length_N.device)
-    late = torch.arange(config.samples, device=length_N.device) < round(config.late * config.samples)
-    draw_NP = torch.where(late, uniform_NP.sqrt(), uniform_NP)
-    offset_NP = (draw_NP * count_N[:, None]).long().minimum((count_N[:, None] - 1).clamp(min=0))
-    return (offset_NP + first).clamp(max=max(0, longest - budget.sinks - 1)), (count_N[:, None] > 0).expand_as(
-        offset_NP
-    )
+        uniform_NP = torch.rand(len(length_N), config.samples, device=device)
+    late = torch.arange(config.samples, device=device) < round(config.late * config.samples)
+    draw_XP = torch.where(late, uniform_NP.sqrt(), uniform_NP)
+    if budget.heads:  # the same draws for every head
+        draw_XP = draw_XP[:, None]
+    offset_XP = (draw_XP * count_X1).long().minimum((count_X1 - 1).clamp(min=0))
+    return (offset_XP + first_X1).clamp(max=last), (count_X1 > 0).expand_as(offset_XP)
 
 
 @dataclass(frozen=True)
 class TeacherTable:
     """The teacher's decision at every arrival: boundary arrival, label +-1, margin in nats, regret in attention mass; decided
-    only from j >= k on."""
+    only from j >= k on. ``long`` is the k of the heads that have most."""
 
     boundary_NHA: Tensor
     label_NHA: Tensor
@@ -118,8 +124,9 @@ def teacher_tables(
     """Rank tokens by the target's static priorities and follow the running cutoff, once for all arrivals (Eq. 6).
 
     y = +1 iff the new token is among the teacher's k best of E(q); the boundary token is the k-th best. One table a
-    budget; they differ in k only. ``target_NHL`` is the target itself (log mass), for regrets; None: there is no decay, the
-    priorities are it. ``impl`` as in ``running_cutoffs``. Raises ValueError for budgets with different numbers of sinks.
+    budget; they differ in k only, which may be that of each head. ``target_NHL`` is the target itself (log mass), for
+    regrets; None: there is no decay, the priorities are it. ``impl`` as in ``running_cutoffs``. Raises ValueError for budgets
+    with different numbers of sinks.
     """
     sinks = budgets[0].sinks
     if any(budget.sinks != sinks for budget in budgets):
@@ -132,12 +139,16 @@ def teacher_tables(
         -1, rank_NHA, torch.arange(A, device=rank_NHA.device).expand_as(rank_NHA)
     )
     tables = []
-    for budget, cutoff_NHA in zip(budgets, running_cutoffs(rank_NHA, [b.long for b in budgets], impl)):
-        if not 0 < budget.long < A:  # never full, or nothing to keep: there is no boundary
+    for budget, cutoff_NHA in zip(budgets, running_cutoffs(rank_NHA, [b.heads or b.long for b in budgets], impl)):
+        decides = [0 < k < A for k in budget.heads or (budget.long,)]
+        if not any(decides):  # never full, or nothing to keep: there is no boundary
             nothing = ranked_NHA[..., :0]
             tables.append(TeacherTable(nothing.long(), nothing, nothing, nothing, sinks, budget.long))
             continue
-        boundary_NHA = order_NHA.gather(-1, cutoff_NHA.clamp(min=0))
+        boundary_NHA = order_NHA.gather(-1, cutoff_NHA.clamp(min=0, max=A - 1))
+        if not all(decides):  # of these heads every token is its own boundary: none counts
+            decides_H1 = torch.tensor(decides, device=rank_NHA.device)[:, None]
+            boundary_NHA = boundary_NHA.where(decides_H1, torch.arange(A, device=rank_NHA.device))
         label_NHA = torch.where(rank_NHA >= cutoff_NHA, 1.0, -1.0)
         margin_NHA = label_NHA * (ranked_NHA - ranked_NHA.gather(-1, boundary_NHA))
         regret_NHA = (mass_NHA - mass_NHA.gather(-1, boundary_NHA)).abs()
@@ -152,12 +163,13 @@ def teacher_table(target_priority_NHL: Tensor, budget: Budget) -> TeacherTable:
 
 
 @torch.no_grad()
-def decide(table: TeacherTable, arrival_NP: Tensor, valid_NP: Tensor) -> Decisions:
-    """Read the table at sampled arrivals. A new token that is itself the boundary carries no information: not counted."""
+def decide(table: TeacherTable, arrival_XP: Tensor, valid_XP: Tensor) -> Decisions:
+    """Read the table at sampled arrivals, [N, P] or [N, H, P] as ``sample_arrivals`` has them. A new token that is itself the
+    boundary carries no information: not counted."""
     N, H, A = table.boundary_NHA.shape
-    arrival_NHP = arrival_NP[:, None].expand(N, H, -1)
-    if A == 0 or arrival_NP.shape[1] == 0:
-        nothing = torch.zeros(arrival_NHP.shape, device=arrival_NP.device)
+    arrival_NHP, valid_NHP = ((x if x.ndim == 3 else x[:, None]).expand(N, H, -1) for x in (arrival_XP, valid_XP))
+    if A == 0 or arrival_NHP.shape[2] == 0:
+        nothing = torch.zeros(arrival_NHP.shape, device=arrival_NHP.device)
         return Decisions(nothing.long(), nothing.long(), nothing, nothing, nothing, nothing.bool())
     boundary_NHP = table.boundary_NHA.gather(-1, arrival_NHP)
     return Decisions(
@@ -166,13 +178,13 @@ def decide(table: TeacherTable, arrival_NP: Tensor, valid_NP: Tensor) -> Decisio
         label_NHP=table.label_NHA.gather(-1, arrival_NHP),
         margin_NHP=table.margin_NHA.gather(-1, arrival_NHP),
         regret_NHP=table.regret_NHA.gather(-1, arrival_NHP),
-        valid_NHP=valid_NP[:, None] & (boundary_NHP != arrival_NHP),
+        valid_NHP=valid_NHP & (boundary_NHP != arrival_NHP),
     )
 
 
-def teacher_decisions(target_priority_NHL: Tensor, arrival_NP: Tensor, valid_NP: Tensor, budget: Budget) -> Decisions:
+def teacher_decisions(target_priority_NHL: Tensor, arrival_XP: Tensor, valid_XP: Tensor, budget: Budget) -> Decisions:
     """``decide`` on a fresh ``teacher_table``."""
-    return decide(teacher_table(target_priority_NHL, budget), arrival_NP, valid_NP)
+    return decide(teacher_table(target_priority_NHL, budget), arrival_XP, valid_XP)
 
 
 @torch.no_grad()

@@ -39,18 +39,26 @@ def ranks(priority_XA: Tensor, pinned_XA: Tensor | None = None) -> Tensor:
     return torch.empty_like(order_XA).scatter_(-1, order_XA, index_XA)
 
 
-def running_cutoff(rank_XA: Tensor, k: int, impl: Impl = "parallel") -> Tensor:
+PerHead = int | Sequence[int]
+"""k of all rows, or one for every index of the second last dimension (KV heads)."""
+
+
+def running_cutoff(rank_XA: Tensor, k: PerHead, impl: Impl = "parallel") -> Tensor:
     """The rank of the k-th best of arrivals 0..j, for every j; -1 while fewer than k have arrived (nothing is cut).
 
     With k = 0 nothing is ever kept: the cutoff is A, above every rank. ``rank_XA`` is a permutation along its last
-    dimension. ``impl``: "parallel" is a wavelet matrix, ceil(log2 A) rounds of cumsum and gather for all rows at once;
-    "compiled" is the same through torch.compile, once for every shape, for GPUs; "heap" is one heap per row on the CPU,
-    O(A log k) (0.3 us a token); "brute" sorts every prefix, for tests.
+    dimension; ``k`` is one number, or one for each KV head, the second last dimension. ``impl``: "parallel" is a wavelet
+    matrix, ceil(log2 A) rounds of cumsum and gather for all rows at once; "compiled" is the same through torch.compile, once
+    for every shape, for GPUs; "heap" is one heap per row on the CPU, O(A log k) (0.3 us a token); "brute" sorts every prefix,
+    for tests. Raises ValueError for a negative k, and for several that are not one a head.
     """
     if impl not in get_args(Impl):
         raise ValueError(f"unknown impl {impl!r}: choose one of {', '.join(get_args(Impl))}")
     if impl in ("parallel", "compiled"):
         return running_cutoffs(rank_XA, [k], impl)[0]
+    k = _checked(k, rank_XA)
+    if isinstance(k, tuple):
+        return torch.stack([running_cutoff(row_XA, one, impl) for row_XA, one in zip(rank_XA.unbind(-2), k)], dim=-2)
     A = rank_XA.shape[-1]
     if not 0 < k < A:
         return _trivial_cutoff(rank_XA, k)
@@ -64,29 +72,56 @@ def running_cutoff(rank_XA: Tensor, k: int, impl: Impl = "parallel") -> Tensor:
     return cutoff_XA
 
 
-def running_cutoffs(rank_XA: Tensor, ks: Sequence[int], impl: Impl = "parallel") -> list[Tensor]:
+def running_cutoffs(rank_XA: Tensor, ks: Sequence[PerHead], impl: Impl = "parallel") -> list[Tensor]:
     """``running_cutoff`` for several k at once: the work on the ranks is shared. ``impl``: "parallel" or "compiled"."""
     A = rank_XA.shape[-1]
-    proper = sorted({k for k in ks if 0 < k < A})
-    found: dict[int, Tensor] = {}
+    asked = [_checked(k, rank_XA) for k in ks]
+    proper = list(dict.fromkeys(k for k in asked if (A > 0 if isinstance(k, tuple) else 0 < k < A)))
+    found: dict[int | tuple[int, ...], Tensor] = {}
     if proper:
-        k_K11 = torch.tensor(proper, device=rank_XA.device)[:, None, None]
         rank_NA = rank_XA.reshape(-1, A)
+        k_KN1 = _of_rows(proper, rank_XA)
         if impl == "compiled":
             with torch._dynamo.config.patch(recompile_limit=GRAPHS):
-                value_KNA = _compiled_wavelet()(rank_NA, k_K11)
+                value_KNA = _compiled_wavelet()(rank_NA, k_KN1)
         else:
-            value_KNA = _wavelet(rank_NA, k_K11)
+            value_KNA = _wavelet(rank_NA, k_KN1)
         found = dict(zip(proper, value_KNA.view(len(proper), *rank_XA.shape)))
     for k, cutoff_XA in found.items():
-        cutoff_XA[..., : k - 1] = -1
-    return [found[k] if k in found else _trivial_cutoff(rank_XA, k) for k in ks]
+        if isinstance(k, int):
+            cutoff_XA[..., : k - 1] = -1
+        else:
+            k_H1 = torch.tensor(k, device=rank_XA.device)[:, None]
+            cutoff_XA.masked_fill_(torch.arange(A, device=rank_XA.device) < k_H1 - 1, -1).masked_fill_(k_H1 == 0, A)
+    return [found[k] if k in found else _trivial_cutoff(rank_XA, k if isinstance(k, int) else 1) for k in asked]
+
+
+def _checked(k: PerHead, rank_XA: Tensor) -> int | tuple[int, ...]:
+    """One number where all heads have the same."""
+    least = k if isinstance(k, int) else min(k, default=0)
+    if least < 0:
+        raise ValueError(f"k must be at least 0 tokens, got {least}")
+    if isinstance(k, int):
+        return k
+    if rank_XA.ndim < 2 or len(k) != rank_XA.shape[-2]:
+        raise ValueError(
+            f"{len(k)} numbers of slots do not fit ranks of shape {tuple(rank_XA.shape)}: one a head is needed"
+        )
+    return k[0] if k and len(set(k)) == 1 else tuple(k)
+
+
+def _of_rows(ks: Sequence[int | tuple[int, ...]], rank_XA: Tensor) -> Tensor:
+    """[K, 1, 1], or [K, N, 1] with a number for every row if one of ``ks`` is by head."""
+    if all(isinstance(k, int) for k in ks):
+        return torch.tensor(ks, device=rank_XA.device)[:, None, None]
+    X = rank_XA.shape[:-1]
+    by_head = [(k,) * X[-1] if isinstance(k, int) else k for k in ks]
+    k_KH = torch.tensor(by_head, device=rank_XA.device)
+    return k_KH.view(len(ks), *[1] * (len(X) - 1), X[-1]).expand(len(ks), *X).reshape(len(ks), -1, 1)
 
 
 def _trivial_cutoff(rank_XA: Tensor, k: int) -> Tensor:
     """The cutoff where k = 0 (nothing is kept) or k >= A (nothing is cut, at most by the last arrival)."""
-    if k < 0:
-        raise ValueError(f"k must be at least 0 tokens, got {k}")
     A = rank_XA.shape[-1]
     if k == 0:
         return torch.full_like(rank_XA, A)
@@ -96,16 +131,16 @@ def _trivial_cutoff(rank_XA: Tensor, k: int) -> Tensor:
     return cutoff_XA
 
 
-def _wavelet(rank_NA: Tensor, k_K11: Tensor) -> Tensor:
+def _wavelet(rank_NA: Tensor, k_KN1: Tensor) -> Tensor:
     """k-th largest of every prefix [K, N, A], most significant bit first: follow its interval through the levels.
 
-    Of prefixes shorter than k, the smallest.
+    Of prefixes shorter than k, the smallest; of no meaning where k is 0. ``k_KN1`` may be [K, 1, 1], the same for all rows.
     """
-    level_NA, (N, A), K, device = rank_NA, rank_NA.shape, len(k_K11), rank_NA.device
+    level_NA, (N, A), K, device = rank_NA, rank_NA.shape, len(k_KN1), rank_NA.device
     index_A = torch.arange(A, device=device)
     left = torch.zeros(K, N, A, dtype=torch.long, device=device)
     right = (index_A + 1).expand(K, N, A)
-    wanted = k_K11.minimum(right)
+    wanted = k_KN1.minimum(right)
     value = torch.zeros_like(left)
     for bit in reversed(range(max(1, (A - 1).bit_length()))):
         is_one_NA = (level_NA >> bit) & 1
@@ -156,11 +191,12 @@ def expiry(priority_XS: Tensor, budget: Budget, impl: Impl = "parallel", pinned_
 
         sinks (t < s): NEVER          others: max(t + w, first q whose k-th best of E(q) outranks t)
 
-    ``priority_XS`` holds the static priorities of tokens 0..S-1 of one document a row. Sinks' priorities are not read.
+    ``priority_XS`` holds the static priorities of tokens 0..S-1 of one document a row; with a budget by heads, the heads are
+    its second last dimension. Sinks' priorities are not read.
     Positions at or past S are reported as they fall out, or as NEVER: nothing beyond S is known.
 
     ``pinned_XS`` marks tokens that must never be dropped: they outrank all others, so each takes a long-range slot for good
-    (a pinned sink takes none). Raises ValueError if a row pins more tokens than there are long-range slots.
+    (a pinned sink takes none). Raises ValueError if a row pins more tokens than a head has long-range slots.
     """
     if pinned_XS is not None:
         most = int(pinned_XS[..., budget.sinks :].sum(-1).max()) if pinned_XS.numel() else 0
@@ -170,7 +206,7 @@ def expiry(priority_XS: Tensor, budget: Budget, impl: Impl = "parallel", pinned_
     ranked_XA = priority_XS[..., budget.sinks :]
     if ranked_XA.numel():
         rank_XA = ranks(ranked_XA, None if pinned_XS is None else pinned_XS[..., budget.sinks :])
-        leaves_XA = departures(rank_XA, running_cutoff(rank_XA, budget.long, impl))
+        leaves_XA = departures(rank_XA, running_cutoff(rank_XA, budget.heads or budget.long, impl))
         query_XA = leaves_XA + (budget.sinks + budget.window)
         # The last w tokens have not been ranked within S: whatever happens to them happens at S or later.
         expiry_XS[..., budget.sinks :] = torch.where(query_XA < S, query_XA, NEVER).int()
@@ -178,16 +214,20 @@ def expiry(priority_XS: Tensor, budget: Budget, impl: Impl = "parallel", pinned_
 
 
 def check_pins(count: int, budget: Budget) -> None:
-    """Raise ValueError if ``count`` pinned tokens do not fit into the long-range slots."""
-    if count > budget.long:
-        raise ValueError(f"{count} pinned tokens do not fit into {budget.long} long-range slots")
+    """Raise ValueError if ``count`` pinned tokens do not fit into the long-range slots of every head."""
+    least = min(budget.heads, default=budget.long)
+    if count > least:
+        smallest = f" of head {budget.heads.index(least)}" if budget.heads else ""
+        raise ValueError(f"{count} pinned tokens do not fit into {least} long-range slots{smallest}")
 
 
 def oracle_held(priority_S: list[float], budget: Budget, q: int, pinned: Collection[int] = ()) -> set[int]:
     """The set definition, word for word: sinks, the window {t : q-w < t <= q}, the top-k of E(q) = {t : s <= t <= q-w}.
 
-    Pinned tokens of E(q) come before all others.
+    Pinned tokens of E(q) come before all others. Of one head: raises ValueError for a budget by heads.
     """
+    if budget.heads:
+        raise ValueError(f"the held set is that of one head, but the budget is one by heads: {budget.heads}")
     sinks = {t for t in range(budget.sinks) if t <= q}
     window = {t for t in range(q - budget.window + 1, q + 1) if t >= 0}
 

@@ -20,7 +20,7 @@ from kvpop.budget import Budget
 from kvpop.core.boundary import Decisions
 
 # Shapes: N rows, R = H * G query heads, H KV heads, L longest row, D head dim, C decision times, U queries between them,
-# P decisions, K long-range slots.
+# P decisions, K long-range slots of the heads that have most.
 
 ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Attention weights that are formed at once, by device: what caches hold, or what keeps a GPU busy."""
@@ -82,13 +82,22 @@ def comparisons(residual_NHCL: Tensor, budget: Budget, block: int) -> Comparison
     """Follow the teacher through every row and head: the decisions at those of its times where something is dropped.
 
     At each: every token that has just become eligible, every older one that is dropped, and ``block`` of those that stay,
-    spread evenly over their ranks. Of equals the one that was held before stays. A token is not compared with itself.
+    spread evenly over their ranks. Of equals the one that was held before stays. A token is not compared with itself. With a
+    budget by heads each has the k of its own; one without slots decides nothing.
     """
     N, H, C, _ = residual_NHCL.shape
-    s, w, k, U, device = budget.sinks, budget.window, budget.long, block, residual_NHCL.device
-    held_NHK = torch.full((N, H, k), -1, dtype=torch.long, device=device)  # -1: an empty slot
-    spread_U = ((torch.arange(U, device=device) + 0.5) * (k - 1) / U).long()
-    first = -(-(s + w + k) // U)  # before there are no more eligible tokens than slots
+    s, w, U, device = budget.sinks, budget.window, block, residual_NHCL.device
+    longs = budget.longs(H)
+    K, k_H1 = max(longs, default=0), torch.tensor(longs, device=device)[:, None]
+    held_NHK = torch.full((N, H, K), -1, dtype=torch.long, device=device)  # -1: an empty slot, or one that a head lacks
+    index_U = torch.arange(U, device=device)
+    last, spread, behind = (
+        x.clamp(min=0).long().expand(N, H, -1)
+        for x in (k_H1 - 1, (index_U + 0.5) * (k_H1 - 1) / U, k_H1 + index_U)
+    )  # fmt: skip
+    first_H1 = -(-(s + w + k_H1) // U)  # before there are no more eligible tokens than slots
+    first = -(-(s + w + min((k for k in longs if k), default=C * U)) // U)
+    decides: list[Tensor] = []
     found: list[tuple[Tensor, ...]] = []
     for c in range(1, C):
         worth_NHL, newest = residual_NHCL[:, :, c], c * U - w
@@ -96,14 +105,17 @@ def comparisons(residual_NHCL: Tensor, budget: Budget, block: int) -> Comparison
         new_NHU = new_U.where(new_U >= s, -1).expand(N, H, U)
         among = torch.cat([held_NHK, new_NHU], -1)
         order = _worth(worth_NHL, among).argsort(dim=-1, descending=True, stable=True)
-        held_NHK, dropped_NHU = among.gather(-1, order).split([k, U], -1)
+        ranked = among.gather(-1, order)
+        dropped_NHU = ranked.gather(-1, behind)
+        held_NHK = ranked[..., :K].where(torch.arange(K, device=device) < k_H1, -1)
         if c < first:
             continue
         stays = torch.ones_like(new_NHU, dtype=torch.bool)
         new_stays = (new_NHU[..., None] != dropped_NHU[..., None, :]).all(-1)
         old_NHU = dropped_NHU.where(dropped_NHU <= newest - U, -1)
-        subject = torch.cat([held_NHK[..., spread_U], old_NHU, new_NHU], -1)
-        boundary = held_NHK[..., -1:].expand_as(subject)
+        subject = torch.cat([held_NHK.gather(-1, spread), old_NHU, new_NHU], -1)
+        boundary = held_NHK.gather(-1, last).expand_as(subject)
+        decides.append(((c >= first_H1) & (k_H1 > 0)).expand_as(subject))
         label = torch.cat([stays, ~stays, new_stays], -1)
         found.append((subject, boundary, label, _worth(worth_NHL, subject), _worth(worth_NHL, boundary)))
     if not found:
@@ -111,12 +123,12 @@ def comparisons(residual_NHCL: Tensor, budget: Budget, block: int) -> Comparison
         none = nothing.long()
         return Comparisons(none, none, nothing, nothing, nothing, nothing.bool(), none[0, 0])
     subject, boundary, stays, worth, least = (torch.cat(x, -1) for x in zip(*found))
-    valid = (subject >= 0) & (subject != boundary)
+    valid = (subject >= 0) & (subject != boundary) & torch.cat(decides, -1)
     label = torch.where(stays, 1.0, -1.0).to(worth.dtype)
-    worth = worth.where(valid, 0.0)
+    worth, least = worth.where(valid, 0.0), least.where(valid, 0.0)
     return Comparisons(
         new_NHP=subject.clamp(min=0),
-        boundary_NHP=boundary,
+        boundary_NHP=boundary.clamp(min=0),
         label_NHP=label,
         margin_NHP=label * ((worth + EPSILON).log() - (least + EPSILON).log()),
         regret_NHP=(worth - least).abs(),

@@ -75,8 +75,7 @@ def distill(
     change from call to call. Raises ValueError, before anything is trained, for what does not fit together.
     """
     directory = Path(directory)
-    inner = recipe_of(policy)
-    settings_of(inner)  # raises for a policy that could not be saved
+    settings_of(recipe_of(policy))  # raises for a policy that could not be saved
     check_writers(watch)
     device = next(model.parameters()).device
     with process_group(device, needed=config.compute != "same") as world:
@@ -102,7 +101,7 @@ def distill(
             "length": stream.length, "config": dataclasses.asdict(config),
         }  # fmt: skip
         facts.update(plain({key: last[key] for key in FACTS if key in last}))
-        _save(trainer, inner, directory, model_id, facts)
+        _save(trainer, policy, directory, model_id, facts)
     return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,17 +14,18 @@ from kvpop.distill.config import DistillConfig
 from kvpop.distill.passes import Batch
 from kvpop.distill.world import World
 from kvpop.policies import LayerView, RankedLayer
-from kvpop.supervision import Stack, Summary, Supervised, counts_of, decisions_of, scorer_losses, supervise
+from kvpop.supervision import Stack, Summary, Supervised, counts_of, decisions_of, scorer_losses, stacked, supervise
 
 # Shapes: N documents of a batch, P decisions.
 
 
 @dataclass
 class Scorers:
-    """The ranked layers that learn. ``decisions[layer]`` counts what their gradients are sums over, in all processes."""
+    """The ranked layers that learn, under several ``budgets``, each of them one a layer. ``decisions[layer]`` counts what
+    their gradients are sums over, in all processes."""
 
     layers: list[RankedLayer]
-    budgets: Sequence[Budget]
+    budgets: Sequence[Mapping[int, Budget]]
     config: DistillConfig
     world: World
 
@@ -33,7 +34,7 @@ class Scorers:
         self.decisions: dict[int, Tensor] = {}
 
     def summary(self, recall: bool) -> Summary:
-        return Summary(self.layers, self.budgets[0], self.config.loss.min_future, recall)
+        return Summary(self.layers, self.config.loss.min_future, recall)
 
     def supervise(self, views: Sequence[LayerView]) -> Iterator[Supervised]:
         """The teacher signal of the layers that were seen, as many at a time as ``stack_elements`` allows."""
@@ -41,7 +42,9 @@ class Scorers:
             layers = tuple(view.layer for view in group)
             if layers not in self.stacks:
                 self.stacks[layers] = Stack([view.policy for view in group])  # type: ignore[misc]
-            yield supervise(group, self.config.target, self.budgets, self.config.impl, self.stacks[layers])
+            kv_heads = group[0].policy.shape.kv_heads
+            budgets = [stacked([of_layer[layer] for layer in layers], kv_heads) for of_layer in self.budgets]
+            yield supervise(group, self.config.target, budgets, self.config.impl, self.stacks[layers])
 
     def _groups(self, views: Sequence[LayerView]) -> Iterator[list[LayerView]]:
         """Runs of layers that are alike, small enough."""
@@ -59,7 +62,7 @@ class Scorers:
     def learn(self, teacher: Supervised, batch: Batch, inner: int = 0, summary: Summary | None = None) -> None:
         """Add this process' gradient of the boundary losses, summed over decisions, and count them."""
         loss: BoundaryLoss = self.config.loss
-        decisions = decisions_of(teacher, loss, self.budgets, self._uniform(batch, inner))
+        decisions = decisions_of(teacher, loss, teacher.budgets, self._uniform(batch, inner))
         mine_K4H = counts_of(decisions, loss)
         all_K4H = self.world.sum(mine_K4H.clone())
         losses_L, score_NHL = scorer_losses(teacher, decisions, loss, all_K4H)

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvpop import lora
 from kvpop.adapter import base_fingerprint, fingerprint, model_shape
+from kvpop.allocation import apportion
 from kvpop.attachment import attach, attached_policies, detach
 from kvpop.budget import Budget
 from kvpop.data import SequenceStream
@@ -27,6 +28,7 @@ from kvpop.documents import Documents
 from kvpop.kl import TopLogits, distillation_kl, teacher_logits
 from kvpop.models import check_head
 from kvpop.policies import Dense, GateSampling, LayerPolicy, LayerView, Policy, RankedLayer, SequencePass
+from kvpop.policies.base import layer_budget
 from kvpop.policies.dms import closed_counts, shortfall, target_at
 from kvpop.supervision import Summary, Supervised
 from kvpop.trained import Trained as Adapter
@@ -151,20 +153,28 @@ class Trainer:
     def _scorers(self, ranked: list[RankedLayer]) -> Scorers | None:
         if not ranked:
             return None
-        own = ranked[0].budget
+        own, heads, kv_heads = ranked[0].mean, ranked[0].heads, ranked[0].shape.kv_heads
         longs = self.config.train_long or (own.long,)
         if min(longs) < 1:
             raise ValueError(
                 f"a budget with {min(longs)} long-range slots decides nothing: at least 1 is needed to train"
             )
         for layer in ranked[1:]:
-            if layer.budget != own or layer.shape.kv_heads != ranked[0].shape.kv_heads:
+            if (layer.mean, layer.heads) != (own, heads) or layer.shape.kv_heads != kv_heads:
+                unlike = " of unlike heads" if layer.heads != heads else ""
                 raise ValueError(
                     f"layers {ranked[0].shape.layer} and {layer.shape.layer} cannot be trained together: budgets {own} and "
-                    f"{layer.budget}, {ranked[0].shape.kv_heads} and {layer.shape.kv_heads} KV heads"
+                    f"{layer.mean}{unlike}, {kv_heads} and {layer.shape.kv_heads} KV heads"
                 )
-        budgets = [Budget(own.sinks, own.window, long) for long in longs]
-        needed = min(b.slots for b in budgets) + self.config.loss.min_future
+        budgets = []
+        for long in longs:
+            mean, shares = Budget(own.sinks, own.window, long), apportion(heads, long)
+            budgets.append(
+                {i: layer_budget(mean, shares, i, kv_heads) for i in (layer.shape.layer for layer in ranked)}
+            )
+        slots = {k for budget in budgets for layer in budget.values() for k in layer.longs(kv_heads)}
+        fewest = min(slots - {0}, default=min(longs))
+        needed = own.sinks + own.window + fewest + self.config.loss.min_future
         if self.stream.longest_document < needed:
             raise ValueError(
                 f"the longest document has {self.stream.longest_document} tokens; a boundary decision needs at "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -26,6 +26,9 @@ from kvpop.slots import RankedSlots, Slots
 
 # Shapes: B batch, R query heads, H KV heads, S sequence, D head dim, N documents, L longest document.
 
+
+Heads = tuple[tuple[int, ...], ...]
+"""Long-range slots of every KV head, a row a layer; an empty row: as the budget says."""
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Positions [B, n] in tokens to (cos, sin) [B, n, D_rotary], unscaled: the model's own rotary embedding."""
@@ -159,6 +162,8 @@ class LayerPolicy(nn.Module, ABC):
             )
         return dense_attention(q, k, v, seq.documents, scale, seq.impl)[0]
 
+    heads: Heads = ()
+    """What the policy gives to the KV heads of all layers, where they differ."""
     bounded = True
     """Whether the stores have a fixed size."""
     pins_apply = True
@@ -191,13 +196,18 @@ class LayerPolicy(nn.Module, ABC):
 
 
 class RankedLayer(LayerPolicy):
-    """Sinks, window, and the k best of the rest under a scorer and a decay: KVpop, and whatever else scores tokens."""
+    """Sinks, window, and the k best of the rest under a scorer and a decay: KVpop, and whatever else scores tokens.
+
+    ``mean`` is the budget of the policy, ``budget`` what this layer has of it by ``heads``.
+    """
 
     def __init__(
-        self, shape: LayerShape, budget: Budget, scorer: Scorer, decay: nn.Module, decay_step: int = 1
-    ) -> None:
+        self, shape: LayerShape, budget: Budget, scorer: Scorer, decay: nn.Module, decay_step: int = 1,
+        heads: Heads = (),
+    ) -> None:  # fmt: skip
         super().__init__(shape)
-        self.budget, self.decay_step = budget, decay_step
+        self.mean, self.heads, self.decay_step = budget, heads, decay_step
+        self.budget = layer_budget(budget, heads, shape.layer, shape.kv_heads)
         self.scorer, self.decay = scorer, decay
         self.taught_by = "boundary" if list(self.parameters()) else ""
 
@@ -223,8 +233,10 @@ class RankedLayer(LayerPolicy):
         return RankedSlots(self.budget, self.scorer, self.decay(), self.decay_step, k, v)
 
     def describe(self) -> dict[str, object]:
+        unequal = self.budget.heads or self.budget != self.mean
         return super().describe() | {
-            "budget": [self.budget.sinks, self.budget.window, self.budget.long],
+            "budget": [self.mean.sinks, self.mean.window, self.mean.long],
+            **({"heads": list(self.budget.longs(self.shape.kv_heads))} if unequal else {}),
             "decay_step": self.decay_step,
             "scorer": self.scorer.extra_repr() or type(self.scorer).__name__,
             "decay": [f"{gamma:.5g}" for gamma in self.decay().tolist()],
@@ -272,6 +284,18 @@ def sequence_expiry(
     return expiry_BHS.minimum(documents.end_BS[:, None]).int()
 
 
+def layer_budget(budget: Budget, heads: Heads, layer: int, kv_heads: int) -> Budget:
+    """The budget of one layer. Raises ValueError, naming the layer, if its row is missing or of another number of KV heads."""
+    if not heads:
+        return budget
+    if layer >= len(heads):
+        raise ValueError(f"layer {layer}: heads has rows for {len(heads)} layers only")
+    row = heads[layer]
+    if row and len(row) != kv_heads:
+        raise ValueError(f"layer {layer}: heads has {len(row)} numbers for {kv_heads} KV heads: {row}")
+    return budget.with_heads(row) if row else budget
+
+
 @dataclass(frozen=True)
 class Policy(ABC):
     """A named recipe. Adding one: subclass, give ``name``, ``slots`` and ``layer``, and list it in ``policies.POLICIES``."""
@@ -290,3 +314,49 @@ class Policy(ABC):
 
     def check(self, kinds: Sequence[str]) -> None:  # noqa: B027
         """Raise ValueError if the policy does not fit a model whose layers attend in these ways (``full_attention``, ...)."""
+
+
+@dataclass(frozen=True)
+class BudgetPolicy(Policy):
+    """A policy of one ``budget``, which KV heads may share unequally.
+
+    ``heads``: the long-range slots of every KV head, a row a layer; an empty row for a layer whose heads have what the budget
+    says, or that keeps the model's own attention. Empty: all heads are equal. Over the heads that are listed, the mean is
+    ``budget.long``, exactly.
+
+    Raises ValueError for another mean, for numbers below 0, and for a ``budget`` that is one by heads itself.
+    """
+
+    budget: Budget
+    heads: Heads = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        heads = tuple(tuple(row) for row in self.heads)
+        if self.budget.heads:
+            raise ValueError(
+                f"the budget of a policy is the mean over all heads, got one of the heads {self.budget.heads}: give heads, a "
+                "row a layer"
+            )
+        listed = [k for row in heads for k in row]
+        if any(not isinstance(k, int) or isinstance(k, bool) or k < 0 for k in listed):
+            raise ValueError(f"heads must hold integers of at least 0, got {heads}")
+        if sum(listed) != len(listed) * self.budget.long:
+            raise ValueError(
+                f"the heads have {sum(listed) / len(listed):g} long-range slots on average, the budget {self.budget.long}: "
+                f"{len(listed)} heads must have {len(listed) * self.budget.long} together, got {sum(listed)}"
+            )
+        object.__setattr__(self, "heads", heads if listed else ())
+
+    @property
+    def slots(self) -> int:
+        """Slots per KV head, on average."""
+        return self.budget.slots
+
+    def check(self, kinds: Sequence[str]) -> None:
+        if self.heads and len(self.heads) != len(kinds):
+            raise ValueError(f"heads has rows for {len(self.heads)} layers, the model has {len(kinds)}")
+        for layer, (row, kind) in enumerate(zip(self.heads, kinds)):
+            if row and kind != "full_attention":
+                raise ValueError(
+                    f"heads has slots for layer {layer}, which keeps the model's own {kind}: leave its row empty"
+                )

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpop.budget import Budget
 from kvpop.core.priority import Decay
-from kvpop.policies.base import LayerShape, Policy, RankedLayer
+from kvpop.policies.base import BudgetPolicy, LayerShape, RankedLayer
 from kvpop.scorers import build_scorer
 
 
 @dataclass(frozen=True)
-class KVpop(Policy):
-    """``scorer``: "mlp", "mlstm" (delayed), "mlstm-immediate" or "mlp+mlstm". ``hidden`` is the MLP's width (0: 1.5 D).
+class KVpop(BudgetPolicy):
+    """``budget``, ``heads`` as of a ``BudgetPolicy``. ``scorer``: "mlp", "mlstm" (delayed), "mlstm-immediate" or "mlp+mlstm".
+    ``hidden`` is the MLP's width (0: 1.5 D).
 
     ``decay``, ``decay_range``: where the learned log-decay starts and lies, nats a step of ``decay_step`` tokens (Eq. 21).
     """
 
-    budget: Budget
     scorer: str = "mlp+mlstm"
     hidden: int = 0
     decay: float = -2e-4
@@ -28,10 +27,6 @@ class KVpop(Policy):
     def name(self) -> str:
         return f"kvpop-{self.scorer}"
 
-    @property
-    def slots(self) -> int:
-        return self.budget.slots
-
     def layer(self, shape: LayerShape) -> RankedLayer:
         options: dict[str, int] = {}
         if "mlp" in self.scorer and self.hidden:
@@ -41,4 +36,4 @@ class KVpop(Policy):
         scorer = build_scorer(self.scorer, shape.kv_heads, shape.head_dim, **options)
         low, high = self.decay_range
         decay = Decay(shape.kv_heads, start=self.decay, low=low, high=high)
-        return RankedLayer(shape, self.budget, scorer, decay, self.decay_step)
+        return RankedLayer(shape, self.budget, scorer, decay, self.decay_step, self.heads)

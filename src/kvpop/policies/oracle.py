@@ -13,14 +13,26 @@ from torch import Tensor
 from kvpop.budget import Budget
 from kvpop.core.priority import static_priority
 from kvpop.core.target import Target, floored, future_target
-from kvpop.policies.base import LayerPolicy, LayerShape, Policy, SequencePass, dense_attention, sequence_expiry
+from kvpop.policies.base import (
+    BudgetPolicy,
+    Heads,
+    LayerPolicy,
+    LayerShape,
+    SequencePass,
+    dense_attention,
+    layer_budget,
+    sequence_expiry,
+)
 from kvpop.slots import Slots
 
 
 class OracleLayer(LayerPolicy):
-    def __init__(self, shape: LayerShape, budget: Budget, target: Target, decay: float) -> None:
+    def __init__(
+        self, shape: LayerShape, budget: Budget, target: Target, decay: float, heads: Heads = ()
+    ) -> None:  # fmt: skip
         super().__init__(shape)
-        self.budget, self.target, self.decay = budget, target, decay
+        self.target, self.decay, self.heads = target, decay, heads
+        self.budget = layer_budget(budget, heads, shape.layer, shape.kv_heads)
 
     @torch.no_grad()
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
@@ -39,10 +51,9 @@ class OracleLayer(LayerPolicy):
 
 
 @dataclass(frozen=True)
-class Oracle(Policy):
+class Oracle(BudgetPolicy):
     """``target`` says which future mass counts (dense normalisers always); ``decay`` is log gamma, nats a token."""
 
-    budget: Budget
     target: Target = field(default_factory=lambda: Target(lse="dense"))
     decay: float = -1e-3
 
@@ -50,9 +61,5 @@ class Oracle(Policy):
     def name(self) -> str:
         return "oracle"
 
-    @property
-    def slots(self) -> int:
-        return self.budget.slots
-
     def layer(self, shape: LayerShape) -> OracleLayer:
-        return OracleLayer(shape, self.budget, self.target, self.decay)
+        return OracleLayer(shape, self.budget, self.target, self.decay, self.heads)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpop.budget import Budget
 from kvpop.core.priority import FixedDecay
-from kvpop.policies.base import LayerShape, Policy, RankedLayer
+from kvpop.policies.base import BudgetPolicy, LayerShape, RankedLayer
 from kvpop.scorers import Scorer
 
 
@@ -50,10 +49,9 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Random(Policy):
+class Random(BudgetPolicy):
     """``decay``: log gamma in nats a token. 0 keeps a uniform sample of the past; a light decay prefers the newer."""
 
-    budget: Budget
     seed: int = 0
     decay: float = -2e-3
 
@@ -61,10 +59,7 @@ class Random(Policy):
     def name(self) -> str:
         return "random"
 
-    @property
-    def slots(self) -> int:
-        return self.budget.slots
-
     def layer(self, shape: LayerShape) -> RankedLayer:
         scorer = RandomScorer(shape.kv_heads, shape.head_dim, self.seed * 1009 + shape.layer)
-        return RankedLayer(shape, self.budget, scorer, FixedDecay(shape.kv_heads, self.decay))
+        decay = FixedDecay(shape.kv_heads, self.decay)
+        return RankedLayer(shape, self.budget, scorer, decay, heads=self.heads)

@@ -102,6 +102,8 @@ class Streaming(Policy):
     def __post_init__(self) -> None:
         if self.positions not in ("original", "cache"):
             raise ValueError(f"positions must be 'original' or 'cache', got {self.positions!r}")
+        if self.budget.heads:
+            raise ValueError(f"the heads of StreamingLLM are alike, got a budget by head: {self.budget.heads}")
 
     @property
     def name(self) -> str:

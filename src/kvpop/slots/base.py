@@ -31,6 +31,7 @@ class Slots(ABC):
     keys: Tensor
     values: Tensor
     position: Tensor
+    """[B, H, M], as the slots of ``keys`` and ``values``; a store whose heads differ in size lays those out otherwise."""
     seen: Tensor
     """Real tokens taken in by each row [B], int64."""
     taken: Tensor

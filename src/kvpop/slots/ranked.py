@@ -10,7 +10,19 @@ from torch import Tensor
 from kvpop.budget import Budget
 from kvpop.core.cutoff import NEVER, departures, ranks, running_cutoff
 from kvpop.core.priority import static_priority
-from kvpop.ops.cache_step.api import attend_held, choose_slot, impl_for, mark_due, overwrite, pinned, take
+from kvpop.ops.cache_step.api import (
+    Layout,
+    attend_held,
+    by_head,
+    choose_slot,
+    impl_for,
+    mark_due,
+    overwrite,
+    pinned,
+    read,
+    side_by_side,
+    take,
+)
 from kvpop.ops.cache_step.api import step as fused_step
 from kvpop.ops.cache_step.fused import Weights, derive
 from kvpop.ops.sparse_attention.api import sparse_attention
@@ -19,14 +31,20 @@ from kvpop.slots.base import EVERY, FAR, Slots
 from kvpop.slots.journal import Journal, Update
 
 # Shapes: B rows, R = H * G query heads, H KV heads, M slots, n new tokens, T = M + n candidates, D head dim, E = D_k + D_v,
-# P pinned spans a row, w window.
+# P pinned spans a row, w window, N slots of all heads of a row.
 
-FUSE = False
-"""Whether stores on a GPU take the fused step (``ops.cache_step.fused``). It is right in the interpreter; off until it has been
-checked and timed on a GPU."""
+FUSE = True
+"""Whether stores on a GPU take the fused step (``ops.cache_step.fused``)."""
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
 """Anything with the signature of ``sparse_attention`` with positions."""
+
+
+def stay(*tensors: Tensor) -> None:
+    """Say that a captured graph will find these where they are."""
+    for x in tensors:
+        if x.device.type == "cuda" and not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(x)
 
 
 class RankedSlots(Slots):
@@ -34,6 +52,9 @@ class RankedSlots(Slots):
 
     Write-once while decoding: a token keeps its slot until it is overwritten, leaving the window only makes it eligible.
     ``extend`` lays the held tokens out anew, sorted by position.
+
+    Heads may have budgets of their own (``Budget.heads``): ``keys`` and ``values`` are [B, 1, N, D] then, no larger than the
+    heads' slots together, and ``layout`` says where each head's lie. Where all have the same they are [B, H, M, D].
     """
 
     def __init__(
@@ -51,9 +72,13 @@ class RankedSlots(Slots):
         H, D, V, device = k_like.shape[1], k_like.shape[-1], v_like.shape[-1], k_like.device
         self.budget, self.scorer, self.log_gamma, self.decay_step = budget, scorer, log_gamma_H.detach(), decay_step
         M = budget.slots
+        self.layout = Layout.of([budget.sinks + budget.window + k for k in budget.longs(H)], device)
+        lie = (H, M) if self.layout is None else (1, self.layout.total)
+        if self.layout is not None:
+            stay(self.layout.size_H, self.layout.base_H)
         wide = torch.promote_types(k_like.dtype, torch.float32)
-        self.keys = torch.zeros(rows, H, M, D, dtype=k_like.dtype, device=device)
-        self.values = torch.zeros(rows, H, M, V, dtype=v_like.dtype, device=device)
+        self.keys = torch.zeros(rows, *lie, D, dtype=k_like.dtype, device=device)
+        self.values = torch.zeros(rows, *lie, V, dtype=v_like.dtype, device=device)
         self.position = torch.full((rows, H, M), -1, dtype=torch.int32, device=device)
         self.priority = torch.zeros(rows, H, M, dtype=wide, device=device)
         self.seen = torch.zeros(rows, dtype=torch.long, device=device)
@@ -82,9 +107,7 @@ class RankedSlots(Slots):
         if self.derived is None or [(x.shape, x.device) for x in found] != [(x.shape, x.device) for x in self.derived]:
             with torch.inference_mode(False):
                 self.derived = tuple(torch.zeros_like(x) for x in found)
-            for kept in self.derived:
-                if kept.device.type == "cuda" and not torch.compiler.is_compiling():
-                    torch._dynamo.mark_static_address(kept)  # where a captured graph finds it again
+            stay(*self.derived)
         for kept, fresh in zip(self.derived, found):  # in place, like all that the store keeps
             kept.copy_(fresh)
 
@@ -99,6 +122,8 @@ class RankedSlots(Slots):
         self.state = tuple(tensors.pop(f"state.{i}") for i in range(len(self.state)))
         super().replace(tensors)
         self.log_gamma = self.log_gamma.to(self.seen.device)
+        if self.layout is not None and self.layout.size_H.device != self.seen.device:
+            self.layout = self.layout.to(self.seen.device)
         self._refresh()
 
     def select(self, rows_n: Tensor) -> None:
@@ -132,6 +157,7 @@ class RankedSlots(Slots):
 
     def nbytes(self) -> int:
         derived = sum(x.numel() * x.element_size() for x in self.derived or ())
+        derived += 0 if self.layout is None else self.layout.nbytes()
         return super().nbytes() + derived + (0 if self.journal is None else self.journal.nbytes())
 
     # Pinned tokens: a table of spans, so that what is pinned depends on nothing but its position.
@@ -172,28 +198,31 @@ class RankedSlots(Slots):
         state = () if self.journal is None else tuple(x.clone() for x in self.state)
         if self.scorer.delayed:
             due = (self.position == now_B11 - w).int().argmax(-1, keepdim=True)
-            x_due = torch.cat([take(self.keys, due), take(self.values, due)], dim=-1)
+            x_due = torch.cat([read(self.keys, due, self.layout), read(self.values, due, self.layout)], dim=-1)
             fresh = self._score(x_new, x_due, now_B11 - w, valid_B1)
         else:
             fresh = self._score(x_new, x_new, now_B11.expand(-1, x_new.shape[1], -1), valid_B1)
         if self.journal is not None:
             if self.scorer.delayed:
                 mark_due(self.priority, self.position, fresh, self.seen, w, valid_B)
-            slot = choose_slot(self.position, self.priority, self.seen, s, w, self.pins)
-            lost = {name: take(getattr(self, name), slot) for name in LOST}
+            slot = choose_slot(self.position, self.priority, self.seen, s, w, self.pins, self.layout)
+            lost = {name: read(x, slot, self.layout) for name, x in (("keys", self.keys), ("values", self.values))}
+            lost |= {name: take(x, slot) for name, x in (("position", self.position), ("priority", self.priority))}
             if valid_B is not None:
                 lost["position"] = lost["position"].masked_fill(~valid_B[:, None, None], -1)
             self.journal.add(Update(k_BH1D, v_BH1D, self.seen.clone(), state, lost, valid_B1))
         overwrite(
             self.keys, self.values, self.position, self.priority, k_BH1D, v_BH1D, fresh, self.seen,
-            sinks=s, window=w, due=self.scorer.delayed, valid_B=valid_B, pins_BP2=self.pins, impl=self.impl,
+            sinks=s, window=w, due=self.scorer.delayed, valid_B=valid_B, pins_BP2=self.pins,
+            layout=self.layout, impl=self.impl,
         )  # fmt: skip
         if self.attention is None:
-            out = attend_held(q_BR1D, self.keys, self.values, self.position, scale, self.impl)
+            out = attend_held(q_BR1D, self.keys, self.values, self.position, scale, self.impl, self.layout)
         else:
             expiry = torch.where(self.position >= 0, NEVER, 0)
+            keys, values = by_head(self.keys, self.layout), by_head(self.values, self.layout)
             out, _ = self.attention(
-                q_BR1D, self.keys, self.values, expiry, scale=scale, q_pos_BQ=now_B11[:, 0], k_pos_BHT=self.position
+                q_BR1D, keys, values, expiry, scale=scale, q_pos_BQ=now_B11[:, 0], k_pos_BHT=self.position
             )
         self.seen += 1 if valid_B is None else valid_B
         return out
@@ -208,14 +237,14 @@ class RankedSlots(Slots):
             x_new = x_due = torch.cat([k, v], dim=-1)
             if due:
                 slot = ring.gather(2, (now_B11 % b.window).expand(-1, k.shape[1], -1)).clamp(min=0).long()
-                x_due = torch.cat([take(self.keys, slot), take(self.values, slot)], dim=-1)
+                x_due = torch.cat([read(self.keys, slot, self.layout), read(self.values, slot, self.layout)], dim=-1)
             position = (now_B11 - b.window if due else now_B11).expand(-1, k.shape[1], -1)
             scorer = self._score(x_new, x_due, position, None if valid_B is None else valid_B[:, None])
         return fused_step(
             q, k, v, self.keys, self.values, self.position, self.priority, self.seen, least, ring,
             scorer, self.state, self.log_gamma,
             decay_step=self.decay_step, sinks=b.sinks, window=b.window, due=due, scale=scale,
-            valid_B=valid_B, pins_BP2=self.pins, impl="triton",
+            valid_B=valid_B, pins_BP2=self.pins, layout=self.layout, impl="triton",
         )  # fmt: skip
 
     def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:
@@ -232,17 +261,18 @@ class RankedSlots(Slots):
         )
         order_BHT = position_BHT.argsort(dim=-1, stable=True)
         position_BHT = take(position_BHT, order_BHT)
-        k_BHTD = take(torch.cat([self.keys, k_BHnD], 2), order_BHT)
-        v_BHTD = take(torch.cat([self.values, v_BHnD], 2), order_BHT)
+        k_BHTD = take(torch.cat([by_head(self.keys, self.layout), k_BHnD], 2), order_BHT)
+        v_BHTD = take(torch.cat([by_head(self.values, self.layout), v_BHnD], 2), order_BHT)
         priority_BHT = take(torch.cat([self.priority, self.priority.new_zeros(B, H, n)], 2), order_BHT)
         # Score what becomes due: the i-th new token makes the token w before it due (or itself, when not delayed).
         lag = w if self.scorer.delayed else 0
-        due_Bn = self.seen.clamp(max=M)[:, None] + offset_n - lag
-        due_BHn = due_Bn.clamp(min=0)[:, None].expand(B, H, n)
+        size = M if self.layout is None else self.layout.size_H[:, None]
+        due_BHn = (self.seen[:, None, None].clamp(max=size) + offset_n - lag).expand(B, H, n)
+        landed = valid_Bn[:, None] & (due_BHn >= 0)
+        due_BHn = due_BHn.clamp(min=0)
         x_new = torch.cat([k_BHnD, v_BHnD], dim=-1)
         x_due = torch.cat([take(k_BHTD, due_BHn), take(v_BHTD, due_BHn)], dim=-1) if lag else x_new
         fresh_BHn = self._score(x_new, x_due, (now_Bn - lag)[:, None], valid_Bn)
-        landed = (valid_Bn & (due_Bn >= 0))[:, None].expand(B, H, n)
         spare = priority_BHT.shape[-1]  # scores of nothing real land behind the end
         priority_BHT = torch.cat([priority_BHT, priority_BHT[..., :1]], -1)
         priority_BHT = priority_BHT.scatter(2, due_BHn.where(landed, spare), fresh_BHn)[..., :spare]
@@ -260,8 +290,8 @@ class RankedSlots(Slots):
             lost["position"] = lost["position"].where(take(gone, where), -1)
             self.journal.add(Update(k_BHnD, v_BHnD, self.seen.clone(), state, lost))
         keep_BHM = (~survives).int().argsort(dim=-1, stable=True)[..., :M]
-        self.keys.copy_(take(k_BHTD, keep_BHM))
-        self.values.copy_(take(v_BHTD, keep_BHM))
+        self.keys.copy_(side_by_side(take(k_BHTD, keep_BHM), self.layout))
+        self.values.copy_(side_by_side(take(v_BHTD, keep_BHM), self.layout))
         self.position.copy_(take(position_BHT, keep_BHM).where(take(survives, keep_BHM), -1))
         self.priority.copy_(take(priority_BHT, keep_BHM))
         self.seen += count_B
@@ -271,15 +301,15 @@ class RankedSlots(Slots):
     def _expiry(self, priority_BHT: Tensor, position_BHT: Tensor) -> Tensor:
         """Expiry of every candidate, candidates sorted by position: the running top-k picks up where it stands.
 
-        Tokens already ranked arrive first; there are at most k of them, so nothing is dropped before the first new
-        arrival. Tokens that are not yet due arrive last: what they drop, they drop after this chunk.
+        Tokens already ranked arrive first; there are at most k of them in a head, so nothing is dropped before the first
+        new arrival. Tokens that are not yet due arrive last: what they drop, they drop after this chunk.
         """
         s, w = self.budget.sinks, self.budget.window
         expiry_BHT = torch.full_like(position_BHT, NEVER)
         marks = None if self.pins is None else pinned(position_BHT[..., s:], self.pins)
         rank_BHA = ranks(priority_BHT[..., s:], marks)
         A = rank_BHA.shape[-1]
-        leaves_BHA = departures(rank_BHA, running_cutoff(rank_BHA, self.budget.long))
+        leaves_BHA = departures(rank_BHA, running_cutoff(rank_BHA, self.budget.heads or self.budget.long))
         dropped_by = take(position_BHT[..., s:], leaves_BHA.clamp(max=A - 1)) + w
         expiry_BHT[..., s:] = torch.where(leaves_BHA < A, dropped_by, NEVER)
         return expiry_BHT
@@ -328,16 +358,16 @@ class RankedSlots(Slots):
 
         The priorities of tokens that were not due before are not restored: they are not read until they are set again.
         """
-        both = {name: torch.cat([getattr(self, name), lost], 2) for name, lost in update.lost.items()}
+        kept = {name: getattr(self, name) for name in update.lost}
+        kept |= {name: by_head(kept[name], self.layout) for name in ("keys", "values")}
+        both = {name: torch.cat([kept[name], lost], 2) for name, lost in update.lost.items()}
         position = both["position"]
         there = (position >= 0) & (position < update.seen_B[:, None, None])
         order = position.where(there, NEVER).argsort(dim=-1, stable=True)[..., : self.budget.slots]
         both["position"] = position.where(there, -1)
         for name, x in both.items():
-            getattr(self, name).copy_(take(x, order))
+            before = take(x, order)
+            getattr(self, name).copy_(side_by_side(before, self.layout) if name in ("keys", "values") else before)
         self.seen.copy_(update.seen_B)
-        for kept, before in zip(self.state, update.state):
-            kept.copy_(before)
-
-
-LOST = ("keys", "values", "position", "priority")
+        for part, before in zip(self.state, update.state):
+            part.copy_(before)

@@ -1,3 +1,3 @@
-from kvpop.ops.cache_step.api import attend_held, choose_slot, overwrite
+from kvpop.ops.cache_step.api import Layout, attend_held, choose_slot, overwrite
 
-__all__ = ["attend_held", "choose_slot", "overwrite"]
+__all__ = ["Layout", "attend_held", "choose_slot", "overwrite"]

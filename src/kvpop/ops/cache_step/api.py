@@ -1,7 +1,9 @@
 """One decoding step of a ranked store: the new token overwrites the worst eligible one, then the query attends to what is held.
 
 victim = argmin over {i : s <= position_i <= now - w, not pinned} of (priority_i, position_i)
-slot = now while now < M, else victim
+slot = now while now < M_h, else victim
+
+Heads may have different numbers of slots M_h: see ``Layout``.
 """
 
 from __future__ import annotations
@@ -11,7 +13,18 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvpop.ops.cache_step.reference import choose_slot, least, mark_due, pinned, take, write
+from kvpop.ops.cache_step.reference import (
+    Layout,
+    by_head,
+    choose_slot,
+    least,
+    mark_due,
+    pinned,
+    read,
+    side_by_side,
+    take,
+    write,
+)
 
 if TYPE_CHECKING:
     from kvpop.ops.cache_step.fused import Weights
@@ -21,8 +34,8 @@ if TYPE_CHECKING:
 Impl = Literal["reference", "triton"]
 
 __all__ = [
-    "Impl", "attend_held", "choose_slot", "impl_for", "least", "mark_due", "overwrite", "pinned", "step", "take",
-    "write",
+    "Impl", "Layout", "attend_held", "by_head", "choose_slot", "impl_for", "least", "mark_due", "overwrite", "pinned",
+    "read", "side_by_side", "step", "take", "write",
 ]  # fmt: skip
 
 
@@ -46,6 +59,7 @@ def overwrite(
     due: bool,
     valid_B: Tensor | None = None,
     pins_BP2: Tensor | None = None,
+    layout: Layout | None = None,
     impl: Impl = "reference",
 ) -> None:
     """Take in token ``now`` of every row, in place.
@@ -53,6 +67,7 @@ def overwrite(
     ``fresh`` is the priority that this step made: of the token that leaves the window if ``due`` (written where position
     = now - window), else of the new token. ``position`` is int32, -1 where a slot is empty; ``priority`` float32 or wider,
     NaN counts as -inf. Rows where ``valid`` is False stay as they are. Tokens in ``pins`` [start, stop) are never chosen.
+    ``layout``: of heads with different numbers of slots; keys and values are as it says.
 
     Raises ValueError for an unknown ``impl``, and for "triton" off a GPU or in float64.
     """
@@ -62,22 +77,28 @@ def overwrite(
         from kvpop.ops.cache_step.triton import overwrite as run
     else:
         from kvpop.ops.cache_step.reference import overwrite as run
-    run(*arguments, sinks, window, due, valid_B, pins_BP2)
+    run(*arguments, sinks, window, due, valid_B, pins_BP2, layout)
 
 
 def attend_held(
-    q_BR1D: Tensor, keys_BHMD: Tensor, values_BHMV: Tensor, position_BHM: Tensor, scale: float, impl: Impl = "reference"
+    q_BR1D: Tensor,
+    keys_BHMD: Tensor,
+    values_BHMV: Tensor,
+    position_BHM: Tensor,
+    scale: float,
+    impl: Impl = "reference",
+    layout: Layout | None = None,
 ) -> Tensor:
     """Attention of one query a head over every slot that holds a token (position >= 0): [B, R, 1, V] in the dtype of q.
 
-    Query head r reads KV head r // G. A head that holds nothing gives zeros. Raises ValueError as ``overwrite`` does.
+    Query head r reads KV head r // G. A head that holds nothing gives zeros. ``layout`` and errors: as for ``overwrite``.
     """
     _check(impl, keys_BHMD)
     if impl == "triton":
         from kvpop.ops.cache_step.triton import attend_held as run
     else:
         from kvpop.ops.cache_step.reference import attend_held as run
-    return run(q_BR1D, keys_BHMD, values_BHMV, position_BHM, scale)
+    return run(q_BR1D, keys_BHMD, values_BHMV, position_BHM, scale, layout)
 
 
 def step(
@@ -102,13 +123,14 @@ def step(
     scale: float,
     valid_B: Tensor | None = None,
     pins_BP2: Tensor | None = None,
+    layout: Layout | None = None,
     impl: Impl = "triton",
 ) -> Tensor:
     """Score, overwrite and attend at once: token ``seen`` of every row comes in, and [B, R, 1, V] in the dtype of q comes out.
 
     In place, in the rows where ``valid`` holds: the store, ``seen`` (one more), ``state`` (the memory's C and m, float32), and
     ``least`` and ``ring`` (what ``fused.derive`` makes of the store; they must be right before, and are after). The queries
-    of other rows attend to what these hold.
+    of other rows attend to what these hold. ``layout``: as for ``overwrite``.
 
     ``scorer``: its weights, or the priorities [B, H, 1] that were made elsewhere, as ``fresh`` of ``overwrite``. The weights'
     scores r become priorities r - floor(position / decay_step) * log_gamma, of the token that leaves the window if ``due``.
@@ -122,7 +144,7 @@ def step(
 
     return run(
         q_BR1D, k_BH1D, v_BH1V, keys_BHMD, values_BHMV, position_BHM, priority_BHM, seen_B, least_BH, ring_BHw,
-        scorer, state, log_gamma_H, decay_step, sinks, window, due, scale, valid_B, pins_BP2,
+        scorer, state, log_gamma_H, decay_step, sinks, window, due, scale, valid_B, pins_BP2, layout,
     )  # fmt: skip
 
 

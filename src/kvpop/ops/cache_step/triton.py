@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Shapes: B rows, H KV heads, G query heads per KV head, M slots, D key dim, V value dim, P pinned spans, S splits.
+from kvpop.ops.cache_step.api import Layout
+
+# Shapes: B rows, H KV heads, G query heads per KV head, M slots, D key dim, V value dim, P pinned spans, S splits, N slots of
+# all heads of a row.
 
 PROGRAMS = 264
 """About how many programs the attention is spread over: two per multiprocessor of an H100 or H200."""
@@ -21,22 +24,24 @@ BLOCK = 64
 
 @triton.jit
 def _overwrite(
-    keys, values, position, priority, k, v, fresh, now, valid, pins,
-    H, M, sinks, window,
-    D: tl.constexpr, V: tl.constexpr, P: tl.constexpr, DUE: tl.constexpr, VALID: tl.constexpr,
+    keys, values, position, priority, k, v, fresh, now, valid, pins, lengths, bases,
+    H, M, N, sinks, window,
+    D: tl.constexpr, V: tl.constexpr, P: tl.constexpr, DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     row = head // H
     t = tl.load(now + row).to(tl.int32)
     real = tl.load(valid + row) != 0 if VALID else True
+    size = tl.load(lengths + head % H) if LAYOUT else M
+    base = row * N + tl.load(bases + head % H) if LAYOUT else head * M
     score = tl.load(fresh + head)
     best_value = float("inf")
     best_position = 2147483647
     best_slot = 0
-    for start in range(0, M, BLOCK_M):
+    for start in range(0, size, BLOCK_M):
         offset = start + tl.arange(0, BLOCK_M)
-        inside = offset < M
+        inside = offset < size
         where = tl.load(position + head * M + offset, mask=inside, other=-1)
         value = tl.load(priority + head * M + offset, mask=inside, other=0.0)
         if DUE:
@@ -56,41 +61,43 @@ def _overwrite(
         best_slot = tl.where(better, slot, best_slot)
         best_position = tl.where(better, oldest, best_position)
         best_value = tl.where(better, lowest, best_value)
-    target = tl.where(t >= M, best_slot, t).to(tl.int64) + head * M
+    target = tl.where(t >= size, best_slot, t).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    tl.store(keys + target * D + d, tl.load(k + head * D + d, mask=d < D), mask=(d < D) & real)
-    tl.store(values + target * V + d, tl.load(v + head * V + d, mask=d < V), mask=(d < V) & real)
-    tl.store(position + target, t, mask=real)
-    tl.store(priority + target, 0.0 if DUE else score, mask=real)
+    tl.store(keys + (base + target) * D + d, tl.load(k + head * D + d, mask=d < D), mask=(d < D) & real)
+    tl.store(values + (base + target) * V + d, tl.load(v + head * V + d, mask=d < V), mask=(d < V) & real)
+    tl.store(position + head * M + target, t, mask=real)
+    tl.store(priority + head * M + target, 0.0 if DUE else score, mask=real)
 
 
 @triton.jit
 def _attend(
-    q, keys, values, position, out, top, total,
-    M, split,
-    scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    q, keys, values, position, out, top, total, lengths, bases,
+    H, M, N, split,
+    scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     splits = tl.num_programs(1)
+    size = tl.load(lengths + head % H) if LAYOUT else M
+    base = head // H * N + tl.load(bases + head % H) if LAYOUT else head * M
     g, d, e = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     query = tl.load(q + (head * G + g[:, None]) * D + d, mask=(g[:, None] < G) & (d < D), other=0.0)
     high = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     summed = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
-    for start in range(part * split, tl.minimum(part * split + split, M), BLOCK_M):
+    for start in range(part * split, tl.minimum(part * split + split, size), BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
-        inside = (m < M) & (m < part * split + split)
+        inside = (m < size) & (m < part * split + split)
         held = tl.load(position + head * M + m, mask=inside, other=-1) >= 0
-        key = tl.load(keys + (head * M + m[:, None]) * D + d, mask=held[:, None] & (d < D), other=0.0)
+        key = tl.load(keys + (base + m[:, None]) * D + d, mask=held[:, None] & (d < D), other=0.0)
         logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         logit = tl.where(held, logit, float("-inf"))
         higher = tl.maximum(high, tl.max(logit, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp(logit - safe[:, None])
         shrink = tl.exp(high - safe)
-        value = tl.load(values + (head * M + m[:, None]) * V + e, mask=held[:, None] & (e < V), other=0.0)
+        value = tl.load(values + (base + m[:, None]) * V + e, mask=held[:, None] & (e < V), other=0.0)
         mass = mass * shrink + tl.sum(weight, 1)
         summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
         high = higher
@@ -133,25 +140,30 @@ def overwrite(
     due: bool,
     valid_B: Tensor | None,
     pins_BP2: Tensor | None,
+    layout: Layout | None,
 ) -> None:
     """See ``api.overwrite``: one program a head."""
-    B, H, M, D = keys.shape
-    V = values.shape[-1]
+    (B, H, M), D, V = position.shape, keys.shape[-1], values.shape[-1]
+    lengths, bases, N = (now_B, now_B, H * M) if layout is None else (layout.size_H, layout.base_H, layout.total)
     _overwrite[(B * H,)](
         keys, values, position, priority, k_BH1D.contiguous(), v_BH1V.contiguous(), fresh_BH1.contiguous(), now_B,
-        now_B if valid_B is None else valid_B.contiguous(), now_B if pins_BP2 is None else pins_BP2,
-        H, M, sinks, window,
+        now_B if valid_B is None else valid_B.contiguous(), now_B if pins_BP2 is None else pins_BP2, lengths, bases,
+        H, M, N, sinks, window,
         D=D, V=V, P=0 if pins_BP2 is None else pins_BP2.shape[1], DUE=due, VALID=valid_B is not None,
+        LAYOUT=layout is not None,
         BLOCK_M=min(4096, triton.next_power_of_2(M)), BLOCK_D=triton.next_power_of_2(max(D, V)), num_warps=8,
     )  # fmt: skip
 
 
-def attend_held(q_BR1D: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:
+def attend_held(
+    q_BR1D: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float, layout: Layout | None
+) -> Tensor:
     """See ``api.attend_held``."""
-    (B, H, M, D), V = keys.shape, values.shape[-1]
+    (B, H, M), D, V = position.shape, keys.shape[-1], values.shape[-1]
+    lengths, bases, N = (position, position, H * M) if layout is None else (layout.size_H, layout.base_H, layout.total)
     R = q_BR1D.shape[1]
     G = R // H
-    blocks = triton.cdiv(M, BLOCK)
+    blocks = triton.cdiv(triton.cdiv(N, H), BLOCK)  # of a head of average size: larger ones have more splits
     splits = max(1, min(triton.cdiv(PROGRAMS, B * H), blocks))
     split = triton.cdiv(blocks, splits) * BLOCK
     splits = triton.cdiv(M, split)
@@ -159,9 +171,9 @@ def attend_held(q_BR1D: Tensor, keys: Tensor, values: Tensor, position: Tensor, 
     top, total = (torch.empty(B * H, splits, G, dtype=torch.float32, device=keys.device) for _ in range(2))
     out = torch.empty(B, R, 1, V, dtype=q_BR1D.dtype, device=keys.device)
     _attend[(B * H, splits)](
-        q_BR1D.contiguous(), keys, values, position, parts, top, total,
-        M, split,
-        scale=scale, G=G, D=D, V=V, BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK,
+        q_BR1D.contiguous(), keys, values, position, parts, top, total, lengths, bases,
+        H, M, N, split,
+        scale=scale, G=G, D=D, V=V, LAYOUT=layout is not None, BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK,
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip

@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpop.ops.cache_step.api import Layout
 from kvpop.ops.cache_step.fused import Weights
 from kvpop.ops.mlstm.api import SMALLEST_NORMALISER
 
 # Shapes: B rows, H KV heads, G query heads per KV head, M slots, D key dim, V value dim, E = D + V, P pinned spans, S splits,
-# A value channels of the memory (its features are 2 A), N hidden units of the MLP in parts of UNITS.
+# A value channels of the memory (its features are 2 A), N hidden units of the MLP in parts of UNITS. Slot m of a head has its
+# position at head * M + m, its key and value at base + m: the same place, unless heads have different sizes (``Layout``).
 
 PROGRAMS = 264
 """About how many programs the attention is spread over: two per multiprocessor of an H100 or H200."""
@@ -210,33 +212,33 @@ def _worst(
 @triton.jit
 def _attend(
     q, keys, values, position, priority, pins, least, ring, parts, stats, marks, notes, priority_of_old,
-    head, part, row, t, real, M, split, splits, sinks, window,
+    head, part, row, t, real, M, size, base, split, splits, sinks, window,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr, DUE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     old = tl.load(least + head)
     due = _due_slot(ring, head, t, window, DUE)
-    dropping = (t >= M) & real
+    dropping = (t >= size) & real
     g, d, e, i = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_M)
     query = tl.load(q + (head * G + g[:, None]) * D + d, mask=(g[:, None] < G) & (d < D), other=0.0)
     high = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     summed = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
-    for start in range(part * split, tl.minimum(part * split + split, M), BLOCK_M):
+    for start in range(part * split, tl.minimum(part * split + split, size), BLOCK_M):
         m = start + i
-        inside = (m < M) & (m < part * split + split)
+        inside = (m < size) & (m < part * split + split)
         where = tl.load(position + head * M + m, mask=inside, other=-1)
         other = (m != old) & (m != due)
         held = (where >= 0) & (other | ~dropping)
-        key = tl.load(keys + (head * M + m[:, None]) * D + d, mask=held[:, None] & (d < D), other=0.0)
+        key = tl.load(keys + (base + m[:, None]) * D + d, mask=held[:, None] & (d < D), other=0.0)
         logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         logit = tl.where(held, logit, float("-inf"))
         higher = tl.maximum(high, tl.max(logit, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp(logit - safe[:, None])
         shrink = tl.exp(high - safe)
-        value = tl.load(values + (head * M + m[:, None]) * V + e, mask=held[:, None] & (e < V), other=0.0)
+        value = tl.load(values + (base + m[:, None]) * V + e, mask=held[:, None] & (e < V), other=0.0)
         mass = mass * shrink + tl.sum(weight, 1)
         summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
         high = higher
@@ -246,7 +248,7 @@ def _attend(
     tl.store(parts + (at * G + g[:, None]) * V + e, summed, mask=(g[:, None] < G) & (e < V))
     newest = t - window if DUE else t + 1 - window  # that is ranked when the next token comes
     lowest, oldest, slot = _worst(
-        position + head * M, priority + head * M, pins, row, part * split, tl.minimum(part * split + split, M), old, due,
+        position + head * M, priority + head * M, pins, row, part * split, tl.minimum(part * split + split, size), old, due,
         sinks, newest, P, BLOCK_W,
     )  # fmt: skip
     tl.store(stats + at * (2 * G + 1) + 2 * G, lowest)
@@ -263,12 +265,12 @@ def _attend(
 
 @triton.jit
 def _attend_and_score(
-    q, k, v, keys, values, position, priority, seen, valid, pins, least, ring,
+    q, k, v, keys, values, position, priority, seen, valid, pins, least, ring, lengths, bases,
     shift, spread, w1, b1, w2, b2, w_q, w_k, w_v, w_i, w_f, b_f, a, b, C, m,
     parts, stats, marks, notes, scores, priority_of_old,
-    heads, H, M, split, splits, sinks, window,
+    heads, H, M, total, split, splits, sinks, window,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
-    DUE: tl.constexpr, VALID: tl.constexpr,
+    DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr,
     MEMORY: tl.constexpr, A: tl.constexpr, CAP: tl.constexpr, PERCEPTRON: tl.constexpr, N: tl.constexpr,
     UNITS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -283,10 +285,12 @@ def _attend_and_score(
     row = head // H
     t = tl.load(seen + row).to(tl.int32)
     real = tl.load(valid + row) != 0 if VALID else t >= 0
+    size = tl.load(lengths + head % H) if LAYOUT else M
+    base = row * total + tl.load(bases + head % H) if LAYOUT else head * M
     if attends:
         _attend(
             q, keys, values, position, priority, pins, least, ring, parts, stats, marks, notes, priority_of_old,
-            head, index % splits, row, t, real, M, split, splits, sinks, window,
+            head, index % splits, row, t, real, M, size, base, split, splits, sinks, window,
             scale, G, D, V, P, DUE, BLOCK_G, BLOCK_M, BLOCK_W, BLOCK_D, BLOCK_V, PRECISION,
         )  # fmt: skip
     elif SCORERS > 0:
@@ -294,7 +298,7 @@ def _attend_and_score(
         slot = _due_slot(ring, head, t, window, DUE)
         there = slot >= 0
         new_key, new_value = k + head * D, v + head * V
-        due_key, due_value = keys + (head * M + slot) * D, values + (head * M + slot) * V
+        due_key, due_value = keys + (base + slot) * D, values + (base + slot) * V
         own_shift, own_spread = shift + own * (D + V), spread + own * (D + V)
         score = scores + head * SCORERS + which
         if MEMORY:  # noqa: SIM102 (one is known when this is compiled, the other when it runs)
@@ -336,11 +340,11 @@ def _worst_next(
 
 @triton.jit
 def _finish(
-    q, k, v, keys, values, position, priority, seen, valid, pins, least, ring, fresh, log_gamma,
+    q, k, v, keys, values, position, priority, seen, valid, pins, least, ring, lengths, bases, fresh, log_gamma,
     parts, stats, marks, notes, scores, priority_of_old, out,
-    H, M, splits, sinks, window, decay_step,
+    H, M, total, splits, sinks, window, decay_step,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
-    DUE: tl.constexpr, VALID: tl.constexpr, SCORERS: tl.constexpr,
+    DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr, SCORERS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
@@ -352,7 +356,9 @@ def _finish(
     due = tl.load(notes + head * NOTES + 3)
     old_rank = tl.load(priority_of_old + head)
     real = tl.load(valid + row) != 0 if VALID else t >= 0
-    full = t >= M
+    size = tl.load(lengths + head % H) if LAYOUT else M
+    base = row * total + tl.load(bases + head % H) if LAYOUT else head * M
+    full = t >= size
 
     if SCORERS > 0:
         p = tl.arange(0, BLOCK_P)
@@ -376,7 +382,7 @@ def _finish(
     due_position = tl.where(ranked, t - window, NONE)
     due_rank = tl.where(ranked, rank, float("inf"))
     due_goes = _before(due_rank, due_position, old_rank, old_position)
-    target = tl.where(full, tl.maximum(tl.where(due_goes, due, old), 0), t).to(tl.int64) + head * M
+    target = tl.where(full, tl.maximum(tl.where(due_goes, due, old), 0), t)
     stays = tl.where(due_goes, old, due)
     added = real & full & (stays >= 0)
 
@@ -384,8 +390,8 @@ def _finish(
     query = tl.load(q + (head * G + g) * D + d, mask=d < D, other=0.0).to(tl.float32)
     new_key = tl.load(k + head * D + d, mask=d < D, other=0.0).to(keys.dtype.element_ty)
     new_value = tl.load(v + head * V + e, mask=e < V, other=0.0).to(values.dtype.element_ty)
-    key = tl.load(keys + (head * M + stays) * D + d, mask=added & (d < D), other=0.0).to(tl.float32)
-    value = tl.load(values + (head * M + stays) * V + e, mask=added & (e < V), other=0.0).to(tl.float32)
+    key = tl.load(keys + (base + stays) * D + d, mask=added & (d < D), other=0.0).to(tl.float32)
+    value = tl.load(values + (base + stays) * V + e, mask=added & (e < V), other=0.0).to(tl.float32)
     new_logit = tl.where(real, tl.sum(query * new_key.to(tl.float32), 0) * scale, float("-inf"))
     logit = tl.where(added, tl.sum(query * key, 0) * scale, float("-inf"))
     highest = tl.maximum(new_logit, logit)
@@ -407,14 +413,13 @@ def _finish(
     tl.store(out + (head * G + g) * V + e, result.to(out.dtype.element_ty), mask=e < V)
 
     if g == 0:
-        tl.store(keys + target * D + d, new_key, mask=(d < D) & real)
-        tl.store(values + target * V + e, new_value, mask=(e < V) & real)
-        tl.store(position + target, t, mask=real)
-        tl.store(priority + target, 0.0 if DUE else made, mask=real)
+        tl.store(keys + (base + target) * D + d, new_key, mask=(d < D) & real)
+        tl.store(values + (base + target) * V + e, new_value, mask=(e < V) & real)
+        tl.store(position + head * M + target, t, mask=real)
+        tl.store(priority + head * M + target, 0.0 if DUE else made, mask=real)
         due_goes = due_goes & full
         tl.store(priority + head * M + due, made, mask=real & (due >= 0) & ~due_goes)
-        slot = (target - head * M).to(tl.int32)
-        tl.store(ring + head * window + t % window, slot, mask=real)
+        tl.store(ring + head * window + t % window, target, mask=real)
         old_stays = ~full | due_goes
         old_position = tl.where(old_stays, old_position, NONE)
         old_rank = tl.where(old_stays, old_rank, float("inf"))
@@ -422,7 +427,7 @@ def _finish(
         due_rank = tl.where(due_goes, float("inf"), due_rank)
         worst = _worst_next(
             stats, marks, head, splits, old, old_rank, old_position, due, due_rank, due_position,
-            slot, tl.where(new_ranked, rank, float("inf")), tl.where(new_ranked, t, NONE), G, BLOCK_S,
+            target, tl.where(new_ranked, rank, float("inf")), tl.where(new_ranked, t, NONE), G, BLOCK_S,
         )  # fmt: skip
         tl.store(least + head, worst, mask=real)
         tl.store(seen + row, (t + 1).to(tl.int64), mask=real & (head % H == 0))
@@ -469,12 +474,14 @@ def step(
     scale: float,
     valid_B: Tensor | None,
     pins_BP2: Tensor | None,
+    layout: Layout | None,
 ) -> Tensor:
     """See ``api.step``."""
-    (B, H, M, D), V = keys.shape, values.shape[-1]
+    (B, H, M), D, V = position.shape, keys.shape[-1], values.shape[-1]
     R = q_BR1D.shape[1]
     heads, G, device = B * H, R // H, keys.device
-    blocks = triton.cdiv(M, BLOCK)
+    total = H * M if layout is None else layout.total
+    blocks = triton.cdiv(triton.cdiv(total, H), BLOCK)  # of a head of average size: larger ones have more splits
     split = triton.cdiv(blocks, max(1, min(triton.cdiv(PROGRAMS, heads), blocks))) * BLOCK
     splits = triton.cdiv(M, split)
     weights, sizes = _scoring(scorer, state, log_gamma_H)
@@ -490,16 +497,17 @@ def step(
     # What stands in for an argument that is not there must not be written: a compiler keeps apart what is passed twice.
     valid = q if valid_B is None else valid_B.contiguous()
     pins, P = (q, 0) if pins_BP2 is None else (pins_BP2, pins_BP2.shape[1])
+    lengths, bases = (q, q) if layout is None else (layout.size_H, layout.base_H)
     common = dict(
-        scale=scale, G=G, D=D, V=V, P=P, DUE=due, VALID=valid_B is not None,
+        scale=scale, G=G, D=D, V=V, P=P, DUE=due, VALID=valid_B is not None, LAYOUT=layout is not None,
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
     )  # fmt: skip
     BLOCK_A = triton.next_power_of_2(int(sizes["A"]))
     _attend_and_score[(heads * (scorers + splits),)](
-        q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw,
+        q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
         *weights,
         parts, stats, marks, notes, scores, priority_of_old,
-        heads, H, M, split, splits, sinks, window,
+        heads, H, M, total, split, splits, sinks, window,
         **common, **sizes,
         UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A), BLOCK_E=CHANNELS,
         BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK, BLOCK_W=min(512, triton.next_power_of_2(split)),
@@ -507,10 +515,10 @@ def step(
         num_warps=4 if max(D, V) <= 128 else 8,  # a wider head does not fit into the registers of 4
     )  # fmt: skip
     _finish[(heads, G)](
-        q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw,
+        q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
         priority_of_old if isinstance(scorer, Weights) else scorer.contiguous(), log_gamma_H,
         parts, stats, marks, notes, scores, priority_of_old, out,
-        H, M, splits, sinks, window, decay_step,
+        H, M, total, splits, sinks, window, decay_step,
         **common, SCORERS=scorers, BLOCK_P=triton.next_power_of_2(max(1, scorers)),
         BLOCK_S=triton.next_power_of_2(splits), BLOCK_T=min(32, triton.next_power_of_2(splits)), num_warps=4,
     )  # fmt: skip
