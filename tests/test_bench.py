@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvpop import bench
+from kvpop import bench, capture
 from kvpop.attachment import attach, attached_policies, attention_modules
 from kvpop.bench import POLICIES, DecodeSettings, Decoding, decode_rows, largest_fit, largest_rows, likely_positions
 from kvpop.budget import Budget, dense_bytes
@@ -179,7 +179,7 @@ def test_a_static_cache_is_for_the_longest_or_fits(model, fit: bool, lengths: li
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(bench.COMPILE, "backend", "eager")  # traces and guards, without a compiler
+    monkeypatch.setitem(capture.COMPILE, "backend", "eager")  # traces and guards, without a compiler
     yield
     torch._dynamo.reset()
 

@@ -84,6 +84,29 @@ def test_the_engine_equals_single_streams() -> None:
         assert request.tokens == [step.token for step in steps]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [KVpop(SMALL), KVpop(SMALL, scorer="mlp"), KVpop(SMALL, heads=((2, 14), (11, 5))), Streaming(SMALL)],
+    ids=["sum", "mlp", "by head", "streaming"],
+)
+def test_the_engine_captures_one_step_for_rows_of_any_length(policy, compiled: bool) -> None:
+    """Right before, at and after the first eviction, rows coming and going: the tokens of plain steps."""
+    model = on_gpu(policy)
+    prompts = [text(1, length, length)[0].tolist() for length in (3, 40, 19, 15, 16, 17, 7)]
+
+    def tokens(graph: bool) -> list[list[int]]:
+        engine = Engine(model, rows=3, prefill_chunk=16, graph=graph, compiled=graph and compiled)
+        requests = [
+            engine.submit(p, max_new_tokens=20 + i % 5, pinned=[(0, i % 2)][: i % 2]) for i, p in enumerate(prompts)
+        ]
+        for _ in engine.run():
+            pass
+        return [request.tokens for request in requests]
+
+    assert tokens(True) == tokens(False)
+
+
 def test_a_session_goes_on_bit_equal_on_the_same_device_and_close_on_another(tmp_path: Path) -> None:
     model, cpu = on_gpu(dtype=torch.float64), on_gpu(dtype=torch.float64).cpu()
     cache = BoundedCache(model)

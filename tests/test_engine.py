@@ -583,3 +583,60 @@ def test_an_engine_of_a_policy_that_was_taken_off_says_so() -> None:
     engine.submit([5, 6], max_new_tokens=3)
     with pytest.raises(ValueError, match="no longer attached"):
         engine.step()
+
+
+class Replayed:
+    """What a captured step does, without a GPU: the same work on the same tensors, the same tensor as its answer."""
+
+    made = 0
+
+    def __init__(self, step) -> None:
+        for _ in range(3):
+            step()
+        self.step, self.output = step, step()
+        Replayed.made += 1
+
+    def __call__(self) -> torch.Tensor:
+        return self.output.copy_(self.step())
+
+
+@pytest.mark.parametrize("name", ["kvpop", "streaming", "random", "tova", "streaming-cache"])
+def test_captured_steps_give_what_plain_ones_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = model_with(name), prompts_of(9)
+
+    def texts(graph: bool) -> list[list[int]]:
+        engine = Engine(model, rows=3, prefill_chunk=CHUNK)
+        engine.graph = graph
+        requests = [engine.submit(prompt, **settings_of(i)) for i, prompt in enumerate(prompts)]
+        for _ in engine.run():
+            pass
+        return [request.tokens for request in requests]
+
+    plain = texts(False)
+    monkeypatch.setattr("kvpop.engine.capture", Replayed)
+    Replayed.made = 0
+    assert texts(True) == plain
+    assert Replayed.made == 1
+
+
+def test_a_step_is_captured_anew_where_pins_moved_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpop.engine.capture", Replayed)
+    model, prompts = model_with(), prompts_of(4, longest=30, seed=3)
+    pins = [(), ((0, 2),), ((0, 1), (3, 4)), ((0, 1),)]
+    engines = [Engine(model, rows=2, prefill_chunk=CHUNK) for _ in range(2)]
+    engines[1].graph, Replayed.made = True, 0
+    found = []
+    for engine in engines:
+        requests = [engine.submit(p, max_new_tokens=20, pinned=spans) for p, spans in zip(prompts, pins)]
+        for _ in engine.run():
+            pass
+        found.append([request.tokens for request in requests])
+    assert found[0] == found[1]
+    assert 1 < Replayed.made <= 3  # no spans, one, two
+
+
+def test_where_there_can_be_no_graph_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a GPU and stores of a fixed size, got kvpop.* on cpu"):
+        Engine(model_with(), graph=True)
+    with pytest.raises(ValueError, match="compiled=True is for steps that are captured"):
+        Engine(model_with(), compiled=True)

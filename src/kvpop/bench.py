@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from kvpop.attachment import attach, cache_argument, detach
 from kvpop.budget import Budget, dense_bytes
 from kvpop.cache import BoundedCache
+from kvpop.capture import WARM, capture, compile_layers, plain_layers
 from kvpop.policies import DMS, KVpop, Policy, Streaming
 from kvpop.scorers import ConstantScorer
 from kvpop.slots import FAR, PagedSlots, RankedSlots, Slots
@@ -45,9 +46,6 @@ DENSE = ("dense-eager", "dense-static")
 SCORERS = {"kvpop-mlp": "mlp", "kvpop-mlstm": "mlstm", "kvpop-sum": "mlp+mlstm"}
 POLICIES = (*DENSE, "streaming", *SCORERS, "dms")
 Key = tuple[str, int, int]
-WARM = 3
-"""Steps before anything is timed or captured."""
-COMPILE: dict[str, Any] = {"fullgraph": True, "dynamic": False}
 SPREAD = {"keys": 3.0, "values": 1.0, "priority": 1.0}
 """Standard deviation of what stores are filled with: attention to such keys is sharp, so a step that reads others shows."""
 ALLOWED = {2: 0.1, 4: 1e-3}
@@ -274,33 +272,13 @@ class Decoding:
             compile_layers(self.model)
             self.how = "compiled"
         if self.device.type == "cuda":
-            self._capture()
+            captured = capture(self.step)
+            self.run, self.peak, self.how = captured, captured.peak, f"{self.how}, one graph"
         self.fill(seen)
         error = float((self.run().float() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
         if not error <= (allowed := ALLOWED[min(self.model.dtype.itemsize, 4)]):
             raise RuntimeError(f"the fast step's logits are off by {error:.2g} of their size, {allowed:g} is allowed")
         return error
-
-    def _capture(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the graph has its own memory
-        torch.cuda.reset_peak_memory_stats()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = self.step()
-        self.peak = torch.cuda.max_memory_allocated()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
-
-        self.run, self.how = replay, f"{self.how}, one graph"
 
     def times(self, steps: int) -> list[float]:
         """Milliseconds of each of so many steps."""
@@ -326,22 +304,6 @@ class Decoding:
         if isinstance(self.cache, BoundedCache):
             return self.cache.nbytes()
         return dense_bytes(tokens, rows=self.rows, **self.heads)
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each decoder layer by itself, for all calls until ``plain_layers``."""
-    layers = model.get_decoder().layers
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(layers))
-    for layer in layers:
-        layer.compile(**COMPILE)
-
-
-def plain_layers(model: PreTrainedModel) -> None:
-    layers = [layer for layer in model.get_decoder().layers if layer._compiled_call_impl is not None]
-    for layer in layers:
-        layer._compiled_call_impl = None
-    if layers:
-        torch._dynamo.reset()
 
 
 def read_bandwidth(device: torch.device) -> float:

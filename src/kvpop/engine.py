@@ -11,6 +11,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from kvpop.attachment import cache_argument
 from kvpop.cache import BoundedCache
+from kvpop.capture import Captured, capture, compiled_layers
 from kvpop.rollout import Words, pass_options, prompt_ids
 from kvpop.sampling import Sampling, checked, draw, upload
 
@@ -94,6 +96,10 @@ def _at_least_1(name: str, value: int) -> None:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
+def _addresses(cache: BoundedCache) -> list[int]:
+    return [x.data_ptr() for store in cache.stores for x in store.tensors().values()]
+
+
 class Engine:
     """Generation for many requests at once; each gets what ``rollout.generate`` gives it alone (in low precision up to
     rounding).
@@ -102,21 +108,36 @@ class Engine:
     prompt does not stall the others. Prompts are prefilled alone, in order of submission, cut every ``prefill_chunk`` tokens.
     Decoding has static shapes, and rows that are idle change nothing. Not for several threads at once.
 
+    ``graph``: decoding steps are one CUDA graph, captured at the first of them (None: on a GPU, where every store has a fixed
+    size). ``compiled``: with its decoder layers compiled.
+
     An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
     memory, an interrupt), what it has written is unknown: every request that has a row ends with that error, it is raised,
     and the engine goes on with those that wait.
 
-    Raises ValueError for a model without a policy, or for settings below 1.
+    Raises ValueError for a model without a policy, for settings below 1, and for a ``graph`` where there can be none.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any = None, *, rows: int = 8, prefill_chunk: int = 512
-    ) -> None:
+        self, model: PreTrainedModel, tokenizer: Any = None, *, rows: int = 8, prefill_chunk: int = 512,
+        graph: bool | None = None, compiled: bool = False,
+    ) -> None:  # fmt: skip
         for name, value in (("rows", rows), ("prefill_chunk", prefill_chunk)):
             _at_least_1(name, value)
         self.policies = BoundedCache(model).policies  # raises if there is no policy
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.device = next(model.parameters()).device
+        possible = self.device.type == "cuda" and BoundedCache(model).is_compileable
+        if graph and not possible:
+            raise ValueError(
+                f"graph=True needs a GPU and stores of a fixed size, got {self.policies[0].label} on {self.device}"
+            )
+        self.graph, self.compiled = possible if graph is None else graph, compiled
+        if compiled and not self.graph:
+            raise ValueError("compiled=True is for steps that are captured as a graph: leave it out")
+        self._captured: Captured | None = None
+        self._inputs = torch.empty(0)
+        self._addresses: list[int] = []
         self.cache: BoundedCache | None = None  # made like the first one that is prefilled
         self.rows: list[Request | None] = [None] * rows
         self.waiting: deque[Request] = deque()
@@ -202,6 +223,7 @@ class Engine:
             )
             return [self._take(request, token) for request, token in zip(requests, token_B.tolist())]
         except BaseException as error:
+            self._captured = None
             for request in filter(None, self.rows):
                 self._end(request, "error", error)
             raise
@@ -222,6 +244,10 @@ class Engine:
                 if self.cache is None:
                     self.cache = request.cache.like(len(self.rows))
                 self.cache.put(request.row, request.cache)
+                if self._captured is not None and self._addresses != _addresses(
+                    self.cache
+                ):  # pins make room for themselves
+                    self._captured = None
                 request.cache = None
                 complete.append((request, logits_1V[0]))
         return complete
@@ -244,11 +270,22 @@ class Engine:
         if self.cache is None or not any(active):
             return []
         inputs = [(0, 0, 0) if request is None else (request.tokens[-1], request.seen, 1) for request in active]
-        ids_B1, position_B1, valid_B1 = upload(list(zip(*inputs)), self.device)[..., None]
-        logits_BV = self._forward(self.cache, ids_B1, position_B1, valid_B1)
+        logits_BV = self._step(self.cache, upload(list(zip(*inputs)), self.device)[..., None])
         for request in filter(None, active):
             request.seen += 1
         return [(request, logits_V) for request, logits_V in zip(active, logits_BV) if request is not None]
+
+    def _step(self, cache: BoundedCache, inputs_3B1: Tensor) -> Tensor:
+        """The next logits [B, V] of ids, positions and which rows there are; of a captured step at the same address each time."""
+        if not self.graph:
+            return self._forward(cache, *inputs_3B1)
+        if self._captured is None:
+            self._inputs = inputs = torch.zeros_like(inputs_3B1)  # no row is there: warming up changes nothing
+            with compiled_layers(self.model) if self.compiled else nullcontext():
+                self._captured = capture(lambda: self._forward(cache, *inputs))
+            self._addresses = _addresses(cache)
+        self._inputs.copy_(inputs_3B1)
+        return self._captured()
 
     def _forward(self, cache: BoundedCache, ids: Tensor, position: Tensor, valid: Tensor | None = None) -> Tensor:
         keywords = {self._cache_argument: cache, **self._options}
