@@ -108,8 +108,8 @@ class Engine:
     prompt does not stall the others. Prompts are prefilled alone, in order of submission, cut every ``prefill_chunk`` tokens.
     Decoding has static shapes, and rows that are idle change nothing. Not for several threads at once.
 
-    ``graph``: decoding steps are one CUDA graph, captured at the first of them (None: on a GPU, where every store has a fixed
-    size). ``compiled``: with its decoder layers compiled.
+    ``graph``: decoding steps are one CUDA graph, captured at the first of them. ``compiled``: with its decoder layers
+    compiled.
 
     An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
     memory, an interrupt), what it has written is unknown: every request that has a row ends with that error, it is raised,
@@ -120,20 +120,19 @@ class Engine:
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, *, rows: int = 8, prefill_chunk: int = 512,
-        graph: bool | None = None, compiled: bool = False,
+        graph: bool = False, compiled: bool = False,
     ) -> None:  # fmt: skip
         for name, value in (("rows", rows), ("prefill_chunk", prefill_chunk)):
             _at_least_1(name, value)
         self.policies = BoundedCache(model).policies  # raises if there is no policy
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.device = next(model.parameters()).device
-        possible = self.device.type == "cuda" and BoundedCache(model).is_compileable
-        if graph and not possible:
+        if graph and not (self.device.type == "cuda" and BoundedCache(model).is_compileable):
             raise ValueError(
                 f"graph=True needs a GPU and stores of a fixed size, got {self.policies[0].label} on {self.device}"
             )
-        self.graph, self.compiled = possible if graph is None else graph, compiled
-        if compiled and not self.graph:
+        self.graph, self.compiled = graph, compiled
+        if compiled and not graph:
             raise ValueError("compiled=True is for steps that are captured as a graph: leave it out")
         self._captured: Captured | None = None
         self._inputs = torch.empty(0)
@@ -276,7 +275,7 @@ class Engine:
         return [(request, logits_V) for request, logits_V in zip(active, logits_BV) if request is not None]
 
     def _step(self, cache: BoundedCache, inputs_3B1: Tensor) -> Tensor:
-        """The next logits [B, V] of ids, positions and which rows there are; of a captured step at the same address each time."""
+        """The next logits [B, V] from ids, positions and which rows there are; a captured step's are at one address."""
         if not self.graph:
             return self._forward(cache, *inputs_3B1)
         if self._captured is None:

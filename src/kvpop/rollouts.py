@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kvpop.corpora import champ_statements
 from kvpop.data.sources import champ_split_of, json_rows, tokenizer_fingerprint
 from kvpop.engine import Engine, Request
+from kvpop.jsonl import cut_last_line
 from kvpop.rollout import prompt_ids
 from kvpop.sampling import Sampling
 from kvpop.weights import write_json
@@ -163,8 +164,7 @@ class Rollouts:
         self.engine = Engine(model, rows=settings.rows)  # ids in, ids out: a trace is turned into text once, at its end
         self.tokenizer, self.prompts, self.out, self.settings = tokenizer, prompts, Path(out), settings
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        ends = model.generation_config.eos_token_id
-        self.stop = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+        self.stop = end_ids(model, tokenizer)
         self.generated = 0  # tokens of this run, questions included
         digest = hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts]).encode()).hexdigest()[:16]
         made_with = (identity or {}) | settings.identity | {"tokenizer": self.fingerprint, "prompts": digest}
@@ -243,6 +243,12 @@ class Rollouts:
         }
 
 
+def end_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer: the tokenizer's, and those of the model's generation config."""
+    ends = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+
+
 def check_out(out: Path) -> None:
     """ValueError for a file of traces that is not called .jsonl."""
     if out.suffix != ".jsonl":
@@ -268,13 +274,8 @@ def _agree(out: Path, made_with: dict[str, Any]) -> None:
 
 def _done(out: Path) -> set[tuple[int, int]]:
     """(prompt, sample) of the traces in the file, after a last line that was cut off is removed."""
-    if not out.is_file():
-        return set()
-    with out.open("rb+") as file:
-        whole = sum(len(line) for line in file if line.endswith(b"\n"))
-        file.truncate(whole)
     done = set()
-    for row in json_rows(out) if whole else ():
+    for row in json_rows(out) if cut_last_line(out) else ():
         prompt, sample = row.values.get("prompt_index"), row.values.get("sample")
         if not isinstance(prompt, int) or not isinstance(sample, int):
             raise ValueError(f"{row.where}: no trace, it has no prompt_index and sample, only {sorted(row.values)}")

@@ -22,6 +22,7 @@ from kvpop.cli.plot import plot
 from kvpop.cli.prepare import prepare
 from kvpop.cli.publish import publish
 from kvpop.cli.rollouts import rollouts
+from kvpop.cli.tasks import report, tasks
 from kvpop.jobs import read_adapter
 from kvpop.terminal import OUT, print_demo, print_facts, print_json
 
@@ -34,7 +35,9 @@ app.command()(plot)
 app.command()(publish)
 app.command()(prepare)
 app.command()(rollouts)
+app.command()(report)
 app.add_typer(bench, name="bench")
+app.add_typer(tasks, name="tasks")
 
 
 def print_version(wanted: bool) -> None:
