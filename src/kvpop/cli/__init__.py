@@ -12,6 +12,7 @@ import typer
 
 import kvpop
 from kvpop.cli.allocate import allocate
+from kvpop.cli.analyse import analyse
 from kvpop.cli.bench import bench
 from kvpop.cli.distill import distill
 from kvpop.cli.evaluate import evaluate
@@ -26,6 +27,7 @@ from kvpop.cli.tasks import report, tasks
 from kvpop.jobs import read_adapter
 from kvpop.terminal import OUT, print_demo, print_facts, print_json
 
+app.command()(analyse)
 app.command()(distill)
 app.command()(allocate)
 app.command()(generate)

@@ -1,0 +1,432 @@
+"""``kvpop tasks``: benchmarks by name, and ``kvpop report``: their tables."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from kvpop.budget import Budget
+from kvpop.cli.options import ADAPTER, DeviceOption, DtypeOption, JsonOption, ModelOption, SinksOption, WindowOption
+from kvpop.jobs import DEFAULT, chosen_budget, load_model, load_tokenizer, placement, read_adapter
+from kvpop.terminal import ERR, OUT, print_json
+
+if TYPE_CHECKING:
+    from kvpop.evals.base import Decoding, Item, Task
+    from kvpop.policies import Policy
+
+tasks = typer.Typer(no_args_is_help=True, help="Benchmarks: what a model writes under a policy, graded and compared.")
+EVERY = 60.0
+"""Seconds between lines of progress, at most, where there is no terminal."""
+
+FileOption = Annotated[Path | None, typer.Option(help="A local file in place of the hub's.")]
+AllowCodeOption = Annotated[
+    bool, typer.Option("--allow-code", help="Run the code that the model wrote, where grading needs that.")
+]
+WorkersOption = Annotated[int, typer.Option(help="Processes that grade.")]
+
+
+def spoken(seconds: float) -> str:
+    """A length of time in words: 50 s, 12 min, 3 h 20 min."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def task_named(name: str, allow_code: bool = False) -> Task:
+    """``evals.task_by_name``; ValueError, too, where there is no code to allow."""
+    from kvpop import evals
+
+    task = evals.task_by_name(name, allow_code)
+    if allow_code and not hasattr(task, "allow_code"):
+        raise ValueError(f"--allow-code: {name} runs no code")
+    return task
+
+
+def chosen_policy(
+    policy: str, adapter: str | None, budget: int | None, sinks: int | None, window: int | None
+) -> tuple[Policy, Path | None, Budget | None]:
+    """The policy that the options name, the directory of its adapter if it has one, and its budget if it takes one."""
+    from kvpop.adapter import adapter_directory, load_policy
+    from kvpop.policies import policy_by_name
+
+    if policy == "oracle":
+        raise ValueError(
+            "--policy oracle ranks tokens by future attention: it can score a given text, not generate one"
+        )
+    if adapter is not None and policy != "dense":
+        raise ValueError(f"give either --adapter DIR or --policy NAME, got {adapter} and {policy}")
+    directory = None if adapter is None else adapter_directory(adapter)
+    if directory is None:
+        slots = chosen_budget(budget, sinks, window, None)
+        return policy_by_name(policy, slots or DEFAULT), None, slots
+    if "budget" in read_adapter(directory)["policy"]:
+        slots = chosen_budget(budget, sinks, window, directory)
+        return load_policy(directory, slots), directory, slots
+    if any(option is not None for option in (budget, sinks, window)):
+        raise ValueError(f"{adapter} has no budget to change: --budget, --sinks and --window do not apply")
+    return load_policy(directory), directory, None
+
+
+def chosen_decoding(given: Decoding, **options: Any) -> Decoding:
+    """The task's way of sampling with what was given on the command line; greedy without another number is one rollout."""
+    chosen = replace(given, **{name: value for name, value in options.items() if value is not None})
+    if chosen.temperature == 0 and chosen.rollouts > 1:
+        if options.get("rollouts") is not None:
+            raise ValueError(f"--rollouts must be 1 at temperature 0, where all are the same, got {chosen.rollouts}")
+        chosen = replace(chosen, rollouts=1)
+    return chosen
+
+
+@tasks.command("list")
+def list_tasks(as_json: JsonOption = False) -> None:
+    """The tasks there are."""
+    from kvpop import evals
+
+    rows: list[dict[str, Any]] = []
+    for name in evals.TASKS:
+        task = evals.task_by_name(name)
+        source = task.source
+        rows.append(
+            {
+                "name": name,
+                "title": task.title,
+                "size": task.size,
+                "licence": source and source.licence,
+                "url": source and source.url,
+                "citation": task.citation,
+            }
+        )
+    families = [form for _, form in evals.FAMILIES.values()]
+    if as_json:
+        print_json({"tasks": rows, "families": families})
+        return
+    table = Table()
+    for title in ("name", "title", "size", "licence", "citation"):
+        table.add_column(title, no_wrap=title == "name")
+    for row in rows:
+        table.add_row(row["name"], row["title"], f"{row['size']:,}", row["licence"] or "made here", row["citation"])
+    OUT.print(table, markup=False)
+    OUT.print("with something to choose:", *families, sep="\n  ", markup=False, highlight=False)
+
+
+@tasks.command()
+def run(
+    name: Annotated[str, typer.Argument(metavar="TASK", help="As kvpop tasks list shows it.")],
+    out: Annotated[Path, typer.Option(help="Directory of rollouts and grades; give it again to go on.")],
+    model: ModelOption = "smollm2",
+    policy: Annotated[
+        str, typer.Option(help="dense (the teacher), streaming, streaming-cache, random or tova.")
+    ] = "dense",
+    adapter: Annotated[
+        str | None, typer.Option(help=f"Instead of a policy by name: {ADAPTER[0].lower()}{ADAPTER[1:]}.")
+    ] = None,
+    budget: Annotated[int | None, typer.Option(help="Slots per KV head (the adapter's, or 256).")] = None,
+    sinks: SinksOption = None,
+    window: WindowOption = None,
+    rollouts: Annotated[int | None, typer.Option(help="Of every item (the task's number).")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Of a rollout (the task's number).")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: always the most likely token (the task's).")] = None,
+    top_p: Annotated[float | None, typer.Option(help="The task's.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0: no limit (the task's).")] = None,
+    thinking: Annotated[
+        bool | None, typer.Option("--thinking/--no-thinking", help="For chat templates that have this switch.")
+    ] = None,
+    items: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+    rows: Annotated[int, typer.Option(help="Rollouts generated at a time.")] = 8,
+    graph: Annotated[bool, typer.Option("--graph", help="On a GPU: a decoding step is one CUDA graph.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="With --graph: its decoder layers compiled.")] = False,
+    shard: Annotated[
+        str | None, typer.Option(help="i/n: only part i (from 0) of n (under torchrun: each process its own).")
+    ] = None,
+    file: FileOption = None,
+    grade_too: Annotated[
+        bool, typer.Option("--grade/--no-grade", help="Grade at the end, unless it is a shard.")
+    ] = True,
+    allow_code: AllowCodeOption = False,
+    workers: WorkersOption = 1,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Sample a model's answers to a task under a policy, and grade them. Ctrl-C is safe: the same command goes on."""
+    from kvpop.evals.rollouts import (
+        Shard,
+        TaskRollouts,
+        check_items,
+        check_numbers,
+        check_thinking,
+        health,
+        run_facts,
+    )
+
+    task = task_named(name, allow_code)
+    decoding = chosen_decoding(
+        task.decoding, rollouts=rollouts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
+    )  # fmt: skip
+    check_numbers(decoding, items, rows)
+    part = Shard.chosen(shard)
+    if workers < 1:
+        raise ValueError(f"--workers must be at least 1, got {workers}")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: rollouts need a directory")
+    if file is not None and not file.is_file():
+        raise FileNotFoundError(f"--file: no such file {file}")
+    chosen, directory, slots = chosen_policy(policy, adapter, budget, sinks, window)
+    place, precision = placement(device, dtype)
+    if graph and (place.type != "cuda" or chosen.slots is None):
+        raise ValueError(f"--graph needs a GPU and a cache of a fixed size, got {chosen.name} on {place}")
+    if compiled and not graph:
+        raise ValueError("--compile is for steps that are captured as a graph: it goes with --graph")
+    with ERR.status("reading the task"):
+        tokenizer = load_tokenizer(model)
+        check_thinking(tokenizer, thinking)
+        given = task.items(tokenizer, None if file is None else str(file))
+        check_items(task, given)
+    if items is not None and items > len(given):
+        raise ValueError(f"--items must be at most {len(given)}, the items of {name}, got {items}")
+
+    with ERR.status("loading the model"):
+        base, tokenizer, facts = _prepared(model, precision, place, chosen, directory, slots)
+    local = None if file is None else str(file)
+    where = {
+        "shard": f"{part.index}/{part.count}", "rows": rows, "graph": graph, "compiled": compiled,
+        "adapter": adapter, "file": local,
+    }  # fmt: skip
+    todo = TaskRollouts(
+        base, tokenizer, task, given, out, decoding=decoding, shard=part, limit=items, rows=rows, thinking=thinking,
+        file=local, identity=facts, run=run_facts(place, **where), graph=graph, compiled=compiled,
+    )  # fmt: skip
+    for note in todo.notes:
+        typer.echo(f"note: {note}", err=True)
+    total, missing, started = len(todo.expected), todo.left, time.perf_counter()
+    ERR.print(f"{total:,} rollouts of {len(todo.items):,} items, {total - missing:,} of them already there")
+    counts: Counter[str] = Counter()
+    for row in _shown(todo, missing):
+        state = health(row)
+        counts.update(new=1, tokens=len(row["completion_ids"]), **{key: int(value > 0) for key, value in state.items()})
+    report: dict[str, Any] = {
+        "rollouts": str(todo.out),
+        "new": counts["new"],
+        "total": total,
+        "tokens": counts["tokens"],
+        "tokens_per_s": todo.generated / (time.perf_counter() - started),
+        "capped": counts["capped"],
+        "empty": counts["empty"],
+        "loops": counts["loop"],
+        "grades": None,
+    }
+    if grade_too and part.count == 1:
+        report["grades"] = _grade(task, given, out, workers, False, allow_code)
+    if as_json:
+        print_json(report)
+    else:
+        typer.echo(f"rollouts: {todo.out}")
+        typer.echo(
+            f"{counts['capped']} hit the limit of tokens, {counts['empty']} are empty, {counts['loop']} loop", err=True
+        )
+        if report["grades"] is not None:
+            _print_grades(report["grades"])
+
+
+def _prepared(
+    model: str, precision: Any, place: Any, policy: Policy, directory: Path | None, slots: Budget | None
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The model with the policy attached, its tokenizer, and what they are."""
+    from kvpop.adapter import load
+    from kvpop.attachment import attach
+    from kvpop.evals.rollouts import model_facts, policy_facts
+    from kvpop.models import model_id
+
+    base, tokenizer = load_model(model, precision, place)
+    facts: dict[str, Any] = {"model": model_facts(base, tokenizer, model_id(model))}
+    if directory is None:
+        attach(base, policy)
+    else:
+        load(base, directory, budget=slots)
+    facts["policy"], facts["budget"] = policy_facts(base, policy, directory)
+    return base, tokenizer, facts
+
+
+def _shown(todo: Any, missing: int) -> Any:
+    """The rows of a run, with tokens/s and the time that is left on stderr."""
+    started, every, done = time.perf_counter(), max(1, missing // 20), 0
+    said = started
+
+    def speed() -> str:
+        rate = todo.generated / (time.perf_counter() - started)
+        left = todo.seconds_left(rate)
+        return f"{rate:,.1f} tokens/s" + ("" if left is None else f", about {spoken(left)} left")
+
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=ERR, disable=not ERR.is_terminal) as bar:
+        shown = bar.add_task("first rollout", total=missing)
+
+        def step() -> None:
+            nonlocal said
+            if not bar.disable:
+                bar.update(shown, description=speed())
+            elif time.perf_counter() - said > EVERY:
+                said = time.perf_counter()
+                typer.echo(f"{done:,} of {missing:,} rollouts: {speed()}", err=True)
+
+        try:
+            for row in todo.run(step):
+                done += 1
+                bar.update(shown, completed=done)
+                if bar.disable and done % every == 0:
+                    said = time.perf_counter()
+                    typer.echo(f"{done:,} of {missing:,} rollouts: {speed()}", err=True)
+                yield row
+        except KeyboardInterrupt:
+            typer.echo(f"interrupted at rollout {done:,} of {missing:,}; run the same command to go on", err=True)
+            raise typer.Exit(130) from None
+
+
+def _grade(
+    task: Task, items: list[Item], directory: Path, workers: int, again: bool, allow_code: bool
+) -> dict[str, Any]:
+    from kvpop.evals.grades import Grading, tally
+    from kvpop.evals.rollouts import read_rows
+    from kvpop.evals.statistics import estimate
+
+    grading = Grading(task, items, directory, workers=workers, again=again, identity={"allow_code": allow_code})
+    with Progress(TextColumn("graded"), MofNCompleteColumn(), console=ERR, disable=not ERR.is_terminal) as bar:
+        shown = bar.add_task("", total=None)
+        new = 0
+        for _ in grading.run():
+            new += 1
+            bar.update(shown, completed=new)
+    rows = list(read_rows(grading.out))
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row["item"], []).append(row["score"])
+    interval = estimate([scores]) if scores else None
+    return {
+        "grades": str(grading.out),
+        "new": new,
+        **tally(rows),
+        "pass_at_1": None if interval is None else interval.value,
+        "low": None if interval is None else interval.low,
+        "high": None if interval is None else interval.high,
+    }
+
+
+def _print_grades(grades: dict[str, Any]) -> None:
+    typer.echo(f"grades: {grades['grades']}")
+    if grades["pass_at_1"] is None:
+        return
+    bounds = "" if grades["low"] is None else f" [{grades['low']:.3f}, {grades['high']:.3f}]"
+    typer.echo(f"pass@1: {grades['pass_at_1']:.3f}{bounds}")
+    said = [
+        f"{grades[name]} {name}" for name in ("right", "wrong", "no answer", "timeout", "refused", "capped", "empty")
+    ]
+    typer.echo(f"{', '.join(said)}, {grades['loops']} looping, of {grades['rollouts']} rollouts", err=True)
+
+
+@tasks.command()
+def grade(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What kvpop tasks run wrote.")],
+    file: FileOption = None,
+    allow_code: AllowCodeOption = False,
+    workers: WorkersOption = 1,
+    again: Annotated[bool, typer.Option("--again", help="Throw away the grades that are there.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Grade rollouts, or go on grading them. Their model is not needed."""
+    from kvpop.evals.rollouts import STEM, check_items, file_checksum, read_settings
+
+    if workers < 1:
+        raise ValueError(f"--workers must be at least 1, got {workers}")
+    settings = directory / f"{STEM}.json"
+    if not settings.is_file():
+        shards = any(directory.glob(f"{STEM}-*-of-*.json"))
+        raise FileNotFoundError(
+            f"{directory} has no {settings.name}"
+            + (": put its shards together with kvpop tasks merge" if shards else "")
+        )
+    made_with = read_settings(settings)
+    task = task_named(made_with["task"]["name"], allow_code)
+    before = next((run["file"] for run in reversed(made_with["runs"]) if run.get("file")), None)
+    chosen = str(file) if file is not None else before
+    if chosen is not None and file_checksum(chosen) != made_with["task"]["checksum"]:
+        raise ValueError(
+            f"--file {chosen} has the checksum {file_checksum(chosen)}, the rollouts were made from "
+            f"{made_with['task']['checksum']}"
+        )
+    tokenizer = load_tokenizer(made_with["model"]["id"]) if task.source is None else None
+    given = task.items(tokenizer, chosen)
+    check_items(task, given)
+    report = _grade(task, given, directory, workers, again, allow_code)
+    if as_json:
+        print_json(report)
+    else:
+        _print_grades(report)
+
+
+@tasks.command()
+def merge(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the shards are.")], as_json: JsonOption = False
+) -> None:
+    """Put the rollouts of all shards into one file, and say what is missing."""
+    from kvpop.evals.rollouts import STEM
+    from kvpop.evals.rollouts import merge as put_together
+
+    report = put_together(directory)
+    if as_json:
+        print_json(report)
+        return
+    typer.echo(f"rollouts: {directory / f'{STEM}.jsonl'}")
+    typer.echo(f"{report['rollouts']:,} of {report['expected']:,} rollouts", err=True)
+    for note in report["notes"]:
+        typer.echo(f"note: {note}", err=True)
+    for item, numbers in report["missing"][:20]:
+        typer.echo(f"missing: {item}, rollouts {', '.join(map(str, numbers))}", err=True)
+    if len(report["missing"]) > 20:
+        typer.echo(f"missing: rollouts of {len(report['missing']) - 20:,} more items", err=True)
+
+
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Graded rollouts, or directories of them.")
+    ],
+    form: Annotated[str, typer.Option("--format", help="md, latex or json.")] = "md",
+    out: Annotated[Path | None, typer.Option(help="Write it to this file instead of stdout.")] = None,
+    context: Annotated[
+        int, typer.Option(help="Tokens of the dense cache that compression ratios refer to (the paper's).")
+    ] = 16384,
+    draws: Annotated[int, typer.Option(help="Of the bootstrap.")] = 10_000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap.")] = 0,
+) -> None:
+    """Tables of graded rollouts in the layout of the paper, with its figures, intervals, and what they can and cannot tell."""
+    from kvpop.evals.report import FORMATS, build, latex, markdown, read_results
+    from kvpop.terminal import as_strict_json
+
+    if form not in FORMATS:
+        raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got {form!r}")
+    if draws < 1:
+        raise ValueError(f"--draws must be at least 1, got {draws}")
+    if out is not None and out.is_dir():
+        raise ValueError(f"--out {out} is a directory: the report needs a file")
+    built = build(read_results(directories, context), command(), draws, seed)
+    text = {"md": markdown, "latex": latex, "json": lambda value: as_strict_json(value) + "\n"}[form](built)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+        typer.echo(f"report: {out}")
+
+
+def command() -> list[str]:
+    """The command line of this process, as it can be given again."""
+    return [Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]

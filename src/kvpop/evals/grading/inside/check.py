@@ -1,0 +1,49 @@
+"""Puts a test to a function that lives in another process: ``check.py PROMPT TEST ENTRY``.
+
+Replies come on fd 3, requests go to fd 4, the verdict to fd 5: {"passed": true} or {"failed": why}.
+
+The prompt is run for what the test may use of it. The program under test has only its two pipes, and gives data.
+"""
+
+import os
+import sys
+from typing import Any
+
+from wire import pack, receive, send, unpack
+
+sys.set_int_max_str_digits(0)
+
+replies, requests, verdict = os.fdopen(3), os.fdopen(4, "w"), os.fdopen(5, "w")
+
+
+class Broken(BaseException):
+    """The program failed. No ``except Exception`` of a test takes it for what it tests."""
+
+
+def answer():
+    reply = receive(replies)
+    if reply is None:
+        raise Broken("the program ended before it was tested")
+    if "error" in reply:
+        raise Broken(reply["error"])
+    return unpack(reply["value"])
+
+
+def candidate(*args, **kwargs):
+    send(requests, {"args": pack(args), "kwargs": pack(kwargs)})
+    return answer()
+
+
+said: dict[str, Any]
+try:
+    answer()
+    namespace: dict[str, Any] = {"__name__": "test"}
+    for part in sys.argv[1:3]:
+        with open(part, encoding="utf-8", errors="surrogatepass") as file:
+            exec(compile(file.read(), part, "exec"), namespace)
+    namespace[sys.argv[3]] = candidate
+    namespace["check"](candidate)
+    said = {"passed": True}
+except BaseException as error:
+    said = {"failed": f"{type(error).__name__}: {error}"[:500]}
+send(verdict, said)
