@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvpop.data import Corpus, SequenceStream
     from kvpop.measure import Entry, RetrievalScores
+    from kvpop.policies import Policy
     from kvpop.tasks import RetrievalPrompt
 
 NEEDLE_KEYS = 4
@@ -93,6 +94,31 @@ def chosen_budget(
     if ratio is not None and context is not None:
         return Budget.of_ratio(ratio, context, sinks=sinks, window=window)
     return Budget.of_slots(own.slots if slots is None else slots, sinks=sinks, window=window)
+
+
+def chosen_policy(
+    policy: str, adapter: str | None, budget: int | None, sinks: int | None, window: int | None
+) -> tuple[Policy, Path | None, Budget | None]:
+    """The policy that the options name, the directory of its adapter if it has one, and its budget if it takes one."""
+    from kvpop.adapter import adapter_directory, load_policy
+    from kvpop.policies import policy_by_name
+
+    if policy == "oracle":
+        raise ValueError(
+            "--policy oracle ranks tokens by future attention: it can score a given text, not generate one"
+        )
+    if adapter is not None and policy != "dense":
+        raise ValueError(f"give either --adapter DIR or --policy NAME, got {adapter} and {policy}")
+    directory = None if adapter is None else adapter_directory(adapter)
+    if directory is None:
+        slots = chosen_budget(budget, sinks, window, None)
+        return policy_by_name(policy, slots), None, slots
+    if "budget" in read_adapter(directory)["policy"]:
+        slots = chosen_budget(budget, sinks, window, directory)
+        return load_policy(directory, slots), directory, slots
+    if any(option is not None for option in (budget, sinks, window)):
+        raise ValueError(f"{adapter} has no budget to change: --budget, --sinks and --window do not apply")
+    return load_policy(directory), directory, None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

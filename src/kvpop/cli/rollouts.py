@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvpop.cli.options import ADAPTER, DeviceOption, DtypeOption, JsonOption, ModelOption, SinksOption, WindowOption
-from kvpop.jobs import DEFAULT, chosen_budget, load_model, placement, read_adapter
+from kvpop.jobs import chosen_policy, load_model, placement
 from kvpop.terminal import ERR, print_json
 
 
@@ -45,26 +45,13 @@ def rollouts(
     as_json: JsonOption = False,
 ) -> None:
     """Sample traces from the model itself, as data for distill --data. Ctrl-C is safe: the same command goes on."""
-    from kvpop.adapter import adapter_directory, load, load_policy
+    from kvpop.adapter import load
     from kvpop.attachment import attach
     from kvpop.models import model_id
-    from kvpop.policies import policy_by_name
     from kvpop.rollouts import Rollouts, RolloutSettings, check_out, check_prompts, prompts_from
 
-    if policy == "oracle":
-        raise ValueError(
-            "--policy oracle ranks tokens by future attention: it can score a given text, not generate one"
-        )
-    if adapter is not None and policy != "dense":
-        raise ValueError(f"give either --adapter DIR or --policy NAME, got {adapter} and {policy}")
     settings = RolloutSettings(samples, max_new_tokens, temperature, top_p, top_k, seed, rows, question_tokens)
-    directory = None if adapter is None else adapter_directory(adapter)
-    slots = None
-    if directory is None or "budget" in read_adapter(directory)["policy"]:
-        slots = chosen_budget(budget, sinks, window, directory)
-    elif any(option is not None for option in (budget, sinks, window)):
-        raise ValueError(f"{adapter} has no budget to change: --budget, --sinks and --window do not apply")
-    chosen = load_policy(directory, slots) if directory is not None else policy_by_name(policy, slots or DEFAULT)
+    chosen, directory, slots = chosen_policy(policy, adapter, budget, sinks, window)
     check_out(out)
     check_prompts(prompts)
     place, precision = placement(device, dtype)

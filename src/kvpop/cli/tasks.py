@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvpop.budget import Budget
 from kvpop.cli.options import ADAPTER, DeviceOption, DtypeOption, JsonOption, ModelOption, SinksOption, WindowOption
-from kvpop.jobs import DEFAULT, chosen_budget, load_model, load_tokenizer, placement, read_adapter
+from kvpop.jobs import chosen_policy, load_model, load_tokenizer, placement
 from kvpop.terminal import ERR, OUT, print_json
 
 if TYPE_CHECKING:
@@ -52,31 +52,6 @@ def task_named(name: str, allow_code: bool = False) -> Task:
     return task
 
 
-def chosen_policy(
-    policy: str, adapter: str | None, budget: int | None, sinks: int | None, window: int | None
-) -> tuple[Policy, Path | None, Budget | None]:
-    """The policy that the options name, the directory of its adapter if it has one, and its budget if it takes one."""
-    from kvpop.adapter import adapter_directory, load_policy
-    from kvpop.policies import policy_by_name
-
-    if policy == "oracle":
-        raise ValueError(
-            "--policy oracle ranks tokens by future attention: it can score a given text, not generate one"
-        )
-    if adapter is not None and policy != "dense":
-        raise ValueError(f"give either --adapter DIR or --policy NAME, got {adapter} and {policy}")
-    directory = None if adapter is None else adapter_directory(adapter)
-    if directory is None:
-        slots = chosen_budget(budget, sinks, window, None)
-        return policy_by_name(policy, slots or DEFAULT), None, slots
-    if "budget" in read_adapter(directory)["policy"]:
-        slots = chosen_budget(budget, sinks, window, directory)
-        return load_policy(directory, slots), directory, slots
-    if any(option is not None for option in (budget, sinks, window)):
-        raise ValueError(f"{adapter} has no budget to change: --budget, --sinks and --window do not apply")
-    return load_policy(directory), directory, None
-
-
 def chosen_decoding(given: Decoding, **options: Any) -> Decoding:
     """The task's way of sampling with what was given on the command line; greedy without another number is one rollout."""
     chosen = replace(given, **{name: value for name, value in options.items() if value is not None})
@@ -89,7 +64,7 @@ def chosen_decoding(given: Decoding, **options: Any) -> Decoding:
 
 @tasks.command("list")
 def list_tasks(as_json: JsonOption = False) -> None:
-    """The tasks there are."""
+    """The tasks there are; --json has their sources and citations too."""
     from kvpop import evals
 
     rows: list[dict[str, Any]] = []
@@ -110,11 +85,10 @@ def list_tasks(as_json: JsonOption = False) -> None:
     if as_json:
         print_json({"tasks": rows, "families": families})
         return
-    table = Table()
-    for title in ("name", "title", "size", "licence", "citation"):
-        table.add_column(title, no_wrap=title == "name")
+    table = Table("name", "items", "licence", box=None, pad_edge=False)
+    table.columns[0].no_wrap = True
     for row in rows:
-        table.add_row(row["name"], row["title"], f"{row['size']:,}", row["licence"] or "made here", row["citation"])
+        table.add_row(row["name"], f"{row['size']:,}", row["licence"] or "made here")
     OUT.print(table, markup=False)
     OUT.print("with something to choose:", *families, sep="\n  ", markup=False, highlight=False)
 

@@ -61,17 +61,21 @@ class HumanEval(Task):
             part = final_part(text)
             if defines(part, entry):
                 code = part
-            elif part.strip() and part.lstrip("\n")[:1] in (" ", "\t"):
-                code = _body(part)
+            elif _is_body(part):
+                code = _first_lines(part)
         if code is None:
             return Grade(0.0, "no answer", note="no block of Python")
-        if not defines(code, entry):
-            code = f"{prompt.rstrip()}\n{code}"  # the body alone
+        if _is_body(code) and not defines(code, entry):
+            code = f"{prompt.rstrip()}\n{code}"
         grader = CodeGrader(self.allow_code, self.grader.limits, self.grader.total, self.grader.isolation)
         return grader.check(prompt, code, item.answer["test"], entry)
 
 
-def _body(text: str) -> str:
+def _is_body(text: str) -> bool:
+    return text.lstrip("\n")[:1] in (" ", "\t") and bool(text.strip())
+
+
+def _first_lines(text: str) -> str:
     """The indented lines that ``text`` begins with: what follows them is no longer the function."""
     lines = []
     for line in text.splitlines():

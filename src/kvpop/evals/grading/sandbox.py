@@ -278,7 +278,7 @@ def _bubblewrap(see: Sequence[str], disk: int) -> list[str]:
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     if not any(str(INSIDE).startswith(path + "/") for path in see):
         command += ["--ro-bind", str(INSIDE), str(INSIDE)]
-    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev/shm", "--remount-ro", "/dev"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     command += ["--size", str(disk), "--tmpfs", BOX]
     if not any((path + "/").startswith("/tmp/") for path in [*see, str(INSIDE)]):
         command += ["--symlink", BOX, "/tmp"]
