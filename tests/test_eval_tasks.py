@@ -12,11 +12,12 @@ import subprocess
 import sys
 import zlib
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from kvpop.evals import FAMILIES, TASKS, sources, task_by_name
+from kvpop.evals import FAMILIES, TASKS, livecodebench, sources, task_by_name
 from kvpop.evals.base import Grade, Item, Source, Task
 from kvpop.evals.grading import sandbox
 from kvpop.evals.livecodebench import LiveCodeBench
@@ -109,7 +110,6 @@ def test_names_with_something_to_choose():
     assert task_by_name("ruler:niah-multi-value:12345").title == "RULER niah-multi-value, 12345 tokens"
     assert task_by_name("passkey:99").name == "passkey:99"
     assert task_by_name("livecodebench-v6:2025-02-01:").title == "LiveCodeBench v6 (2025-02-01 to end)"
-    assert task_by_name("reasoning:basic_arithmetic").title == "Reasoning Gym basic_arithmetic"
     with pytest.raises(ValueError, match=r"there is no task 'aime'; there are: aime-2024, .*reasoning:NAME"):
         task_by_name("aime")
     for family in FAMILIES:
@@ -124,7 +124,6 @@ def test_names_with_something_to_choose():
         "passkey:0": "the length must be between 1 and 16777216 tokens, got 0",
         "livecodebench-v6:january": "a window is written .* got 'january'",
         "livecodebench-v6:2025-05-01:2025-02-01": "first date must be before its end, got 2025-05-01 and 2025-02-01",
-        "reasoning:nothing": "reasoning-gym has no task 'nothing'; it has: .*basic_arithmetic",
     }.items():
         with pytest.raises(ValueError, match=error):
             task_by_name(name)
@@ -137,7 +136,7 @@ def test_code_runs_only_where_it_was_allowed():
 
 
 def test_tasks_go_to_other_processes():
-    for name in [*TASKS, "reasoning:basic_arithmetic", "livecodebench-v6:2025-02-01:2025-03-01"]:
+    for name in [*TASKS, "livecodebench-v6:2025-02-01:2025-03-01"]:
         assert pickle.loads(pickle.dumps(task_by_name(name))).name == name
 
 
@@ -245,13 +244,12 @@ def test_gsm8k(tmp_path):
 
 
 def gpqa_rows(count: int) -> list[dict]:
+    same = {"Incorrect Answer 1": "one", "Incorrect Answer 2": "two", "Incorrect Answer 3": 'three, "quoted"'}
+    same |= {"High-level domain": "Physics", "Subdomain": ""}
     return [
-        {
-            "Record ID": f"r{i}", "Question": f"Which is number {i}?", "Correct Answer": f" right {i}\n",
-            "Incorrect Answer 1": "one", "Incorrect Answer 2": "two", "Incorrect Answer 3": 'three, "quoted"', "High-level domain": "Physics", "Subdomain": "",
-        }
+        {"Record ID": f"r{i}", "Question": f"Which is number {i}?", "Correct Answer": f" right {i}\n", **same}
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def test_gpqa(tmp_path):
@@ -340,8 +338,10 @@ def test_livecodebench(tmp_path):
     script, function = task.items(None, write(tmp_path / "a.jsonl", rows))
     assert (script.id, function.id) == ("livecodebench-v6/a", "livecodebench-v6/b")
     assert script.fields == {"row": 0, "contest_date": "2025-01-11", "platform": "ours", "difficulty": "easy"}
-    assert script.answer == {"entry": None, "tests": [["1 2\n", "3\n"], ["5 6\n", "11\n"]]}
-    assert function.answer == {"entry": "Solution.join", "tests": [[[[1, 2], 3], [1, 2, 3]], [[[], 0], [0]]]}
+    assert (script.answer["entry"], function.answer["entry"]) == (None, "Solution.join")
+    assert json.loads(json.dumps(script.answer)) == script.answer
+    assert livecodebench._tests(script.answer, "") == [["1 2\n", "3\n"], ["5 6\n", "11\n"]]
+    assert livecodebench._tests(function.answer, "") == [[[[1, 2], 3], [1, 2, 3]], [[[], 0], [0]]]
     assert "class Solution" in str(function.prompt)
     texts = ("```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(3)\n```", "print(3)", "")
     assert ends(task, script, *texts) == ["right", "wrong", "no answer", "no answer"]
@@ -459,9 +459,15 @@ def test_ruler_hides_facts_in_a_text(tmp_path):
         Ruler("passkey", 500, size=0)
 
 
+@pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym: pip install '.[reasoning]'")
 def test_reasoning():
     from kvpop.evals.reasoning import Reasoning
 
+    named = task_by_name("reasoning:basic_arithmetic")
+    assert named.title == "Reasoning Gym basic_arithmetic"
+    assert pickle.loads(pickle.dumps(named)).name == named.name
+    with pytest.raises(ValueError, match=r"reasoning-gym has no task 'nothing'; it has: .*basic_arithmetic"):
+        task_by_name("reasoning:nothing")
     task = Reasoning("basic_arithmetic", size=3, seed=5)
     items = task.items(None)
     assert [item.id for item in items] == [f"reasoning:basic_arithmetic/5/{i}" for i in range(3)]
@@ -486,7 +492,7 @@ def test_reasoning_needs_its_package(monkeypatch):
     from kvpop.evals import reasoning
 
     monkeypatch.setattr(reasoning, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"need the package reasoning-gym: pip install 'kvpop\[evals\]'"):
+    with pytest.raises(ImportError, match=r"need the package reasoning-gym: pip install 'kvpop\[reasoning\]'"):
         task_by_name("reasoning:basic_arithmetic")
 
 
@@ -530,7 +536,7 @@ def test_files_that_are_not_as_expected(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=error):
             read_items(SOURCE, tmp_path / name)
-    with pytest.raises(ValueError, match=r"here: none of the fields a, b, only \['c'\]"):
+    with pytest.raises(ValueError, match=r"here: none of the fields a, b, only \['a', 'c'\]"):
         value({"c": 1, "a": None}, ("a", "b"), "here")
 
 

@@ -463,6 +463,8 @@ def test_a_check_may_use_what_the_prompt_defines():
         ("print(int(input()) + int(input()), flush=True)\nimport os, signal\nos.kill(os.getpid(), 9)", "wrong", "SIGKILL"),
         ("input(); input(); input()", "wrong", "exit code 1"),
         ("print('expected output')", "wrong", "another output"),
+        ("import os, signal\nfor pid in (os.getppid(), 1):\n    for n in (2, 9, 15):\n        try: os.kill(pid, n)\n"
+         "        except OSError: pass\nprint(7)", "wrong", "test"),
     ],
 )  # fmt: skip
 def test_scripts(code, outcome, note):
@@ -563,6 +565,8 @@ def contain(program: str, limits: Limits = SHORT, stdin: bytes = b"") -> sandbox
         ("import os\nos.abort()", "signal"),
         ("raise SystemExit('no')", "exit"),
         ("x = 10 ** 10 ** 10", "timeout"),
+        ("import time\nfor pid in (1, os.getppid(), -1):\n    for n in range(1, 65):\n"
+         "        try: os.kill(pid, n)\n        except OSError: pass\ntime.sleep(600)", "timeout signal error"),
         ("import re\nre.match(r'(a+)+$', 'a' * 60 + 'b')", "timeout"),
     ],
 )  # fmt: skip

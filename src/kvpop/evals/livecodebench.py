@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import zlib
+from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
@@ -24,6 +25,9 @@ FOR_FUNCTION = (
 )
 LIMITS = Limits(seconds=6.0, memory=4096)
 """Six seconds a test, as its authors have it."""
+
+
+TESTS = ("public_test_cases", "private_test_cases")
 
 
 class LiveCodeBench(Task):
@@ -70,12 +74,13 @@ class LiveCodeBench(Task):
             question = str(value(row, ("question_content",), where)).strip()
             starter = str(row.get("starter_code") or "").rstrip()
             wanted = f"{FOR_FUNCTION}```python\n{starter}\n```" if starter else FOR_STDIN
+            _tests(row, where)  # they can be read; unpacked, all of them would take gigabytes
             fields = {name: str(row[name]) for name in ("platform", "difficulty") if row.get(name)}
             items.append(
                 Item(
                     f"{self.name.split(':')[0]}/{value(row, ('question_id',), where)}",
                     f"{question}\n\n{wanted}",
-                    {"entry": _entry(row, where) if starter else None, "tests": _tests(row, where)},
+                    {"entry": _entry(row, where) if starter else None, **{name: row.get(name) for name in TESTS}},
                     {"row": number, "contest_date": day.isoformat(), **fields},
                 )
             )
@@ -89,7 +94,7 @@ class LiveCodeBench(Task):
         if code is None:
             return Grade(0.0, "no answer", note="no block of Python")
         grader = CodeGrader(self.allow_code, self.grader.limits, self.grader.total, self.grader.isolation)
-        entry, tests = item.answer["entry"], [Test(*test) for test in item.answer["tests"]]
+        entry, tests = item.answer["entry"], [Test(*test) for test in _tests(item.answer, item.id)]
         if entry is None:
             return grader.stdin_tests(code, tests)
         return grader.function_tests(code, entry, tests)
@@ -116,10 +121,10 @@ def _entry(row: dict[str, Any], where: str) -> str:
     return f"Solution.{name}" if "class Solution" in row["starter_code"] else str(name)
 
 
-def _tests(row: dict[str, Any], where: str) -> list[list[Any]]:
+def _tests(row: Mapping[str, Any], where: str) -> list[list[Any]]:
     """[input, output] of all tests: texts, or arguments and a value."""
     tests = []
-    for name in ("public_test_cases", "private_test_cases"):
+    for name in TESTS:
         for case in _cases(row.get(name), f"{where}, {name}"):
             given, wanted, kind = (value(case, (key,), f"{where}, {name}") for key in ("input", "output", "testtype"))
             if kind == "functional":

@@ -38,7 +38,7 @@ class Reasoning(Task):
 
     def __init__(self, task: str, size: int = 100, seed: int = 0) -> None:
         if find_spec("reasoning_gym") is None:
-            raise ImportError("tasks of reasoning-gym need the package reasoning-gym: pip install 'kvpop[evals]'")
+            raise ImportError("tasks of reasoning-gym need the package reasoning-gym: pip install 'kvpop[reasoning]'")
         import reasoning_gym.factory
 
         if size < 1:

@@ -127,12 +127,19 @@ def _read_lock() -> dict[str, dict[str, Any]]:
 
 
 def _lock(name: str, entry: dict[str, Any]) -> None:
+    from filelock import FileLock
+
     path = lock_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_read_lock() | {name: entry}, indent=1, sort_keys=True) + "\n"
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with FileLock(f"{path}.lock"):  # other processes have files of their own to enter
+        held = _read_lock()
+        if held.setdefault(name, entry) != entry:
+            raise ValueError(
+                f"{name}: read at {entry['revision']}, but the lock file {path} now has {held[name]['revision']}"
+            )
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(held, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        temporary.replace(path)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

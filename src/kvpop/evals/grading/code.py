@@ -111,8 +111,8 @@ class CodeGrader:
             ) as box:
                 ended = box.result()
             where = f"test {number} of {len(tests)}"
-            if ended.why == "error":
-                raise OSError(f"a sandbox failed: {ended.error}")
+            if error := box.failure():
+                raise OSError(f"a sandbox failed: {error}")
             if ended.why == "timeout":
                 return _over(code, f"{where}: the program {ended}", isolation)
             if (ended.why, ended.code) != ("exit", 0):

@@ -60,7 +60,7 @@ class Limits:
 @dataclass(frozen=True)
 class Ended:
     """How a program ended. ``why``: "exit" (with ``code``), "signal" (``code`` is its number), "timeout", "output" (it wrote
-    more than it may) or "error" (it could not be started: ``error`` says why)."""
+    more than it may) or "error" (it could not be started, or its launcher was killed: ``error`` says what)."""
 
     why: Literal["exit", "signal", "timeout", "output", "error"]
     code: int = 0
@@ -75,7 +75,7 @@ class Ended:
             "exit": f"ended with exit code {self.code}",
             "timeout": "ran past its time",
             "output": "wrote more than it may",
-            "error": f"could not be started: {self.error}",
+            "error": f"did not run: {self.error}",
         }[self.why]
 
 
@@ -262,7 +262,7 @@ class Sandbox:
             json.loads(self.told) if self.told else {"error": f"the launcher ended with code {self.process.returncode}"}
         )
         if "error" in said:
-            return Ended("error", error=said["error"])
+            return Ended("error", stdout=out, error=said["error"])
         if said.get("signal") == signal.SIGXCPU:
             return Ended("timeout", stdout=out)
         if "signal" in said:

@@ -41,4 +41,5 @@ def main():
             say({"equal": False, "error": f"{type(error).__name__}: {error}"[:200]})
 
 
-main()
+if __name__ == "__main__":
+    main()

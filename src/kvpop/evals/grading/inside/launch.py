@@ -338,6 +338,7 @@ def main():
     with open(config_fd, closefd=False) as file:
         file.seek(0)
         config = json.load(file)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a program of the same user might send it
     try:
         if parent:
             die_with_parent(parent)
@@ -360,4 +361,5 @@ def main():
         report(status, {"error": f"{type(error).__name__}: {error}"})
 
 
-main()
+if __name__ == "__main__":
+    main()

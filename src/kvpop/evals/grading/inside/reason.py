@@ -38,4 +38,5 @@ def main():
             say({"score": 0.0, "error": f"{type(error).__name__}: {error}"[:200]})
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -10,9 +10,6 @@ from typing import Any
 
 from wire import pack, receive, send, unpack
 
-sys.set_int_max_str_digits(0)
-
-requests, replies = os.fdopen(3), os.fdopen(4, "w")
 namespace = {"__name__": "program", "__builtins__": __builtins__}
 
 
@@ -38,7 +35,14 @@ def answer(request):
     return found(*unpack(request["args"]), **unpack(request["kwargs"]))
 
 
-loaded = guarded(load)
-send(replies, loaded)
-while "error" not in loaded and (request := receive(requests)) is not None:
-    send(replies, guarded(answer, request))
+def main():
+    sys.set_int_max_str_digits(0)
+    requests, replies = os.fdopen(3), os.fdopen(4, "w")
+    loaded = guarded(load)
+    send(replies, loaded)
+    while "error" not in loaded and (request := receive(requests)) is not None:
+        send(replies, guarded(answer, request))
+
+
+if __name__ == "__main__":
+    main()
