@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvpop.budget import Budget
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
     from torch import Tensor
@@ -166,12 +166,20 @@ def training_stream(
     return _packed_stream(corpus, tokenizer, length, batch_size, seed, tokens, retrieval_share)
 
 
-def document_curves(model: PreTrainedModel, stream: SequenceStream, budget: Budget, count: int) -> Tensor:
-    """What budgets by head come from (``remaining_curves``), over the longest document of each of the first ``count``
-    sequences. Raises ValueError if they are too short to rank ``budget.long`` tokens."""
+def document_curves(
+    model: PreTrainedModel, stream: SequenceStream, budget: Budget, count: int, policy: Policy | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Tensor:  # fmt: skip
+    """What budgets by head come from (``loss_curves``), over the longest document of each of the first ``count`` sequences.
+
+    ``policy`` ranks tokens; None: the oracle does. Raises ValueError if the documents are too short to rank ``budget.long``
+    tokens.
+    """
     import torch
 
-    from kvpop.calibration import remaining_curves
+    from kvpop.calibration import loss_curves
+    from kvpop.core import Target
+    from kvpop.policies import Oracle
 
     columns = stream.sequences.columns(range(min(count, len(stream))))
     texts = []
@@ -185,8 +193,8 @@ def document_curves(model: PreTrainedModel, stream: SequenceStream, budget: Budg
             f"of the first {len(texts)} sequences has {longest}"
         )
     usable = [text for text in texts if 2 * len(text) >= longest]
-    block = min(64, min(map(len, usable)) // 8)
-    return remaining_curves(model, usable, sinks=budget.sinks, window=budget.window, block=block)
+    ranking = policy or Oracle(budget, Target(lse="dense", power=2.0), decay=-2e-4)
+    return loss_curves(model, usable, ranking, sinks=budget.sinks, window=budget.window, tick=tick)
 
 
 def _retrieval_count(share: float, sequences: int) -> int:

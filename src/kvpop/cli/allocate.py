@@ -42,10 +42,10 @@ def allocate(
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Share a budget among KV heads by the attention that their tokens receive later: the same memory, better spent.
+    """Share a budget among KV heads by what each slot saves of the loss: the same memory, better spent.
 
-    Looks at a few documents, and writes a copy of the adapter in which every head has its own number of slots. Any other
-    --budget of the new adapter is shared anew.
+    Runs the model over a few documents, with gradients, and writes a copy of the adapter in which every head has its own number
+    of slots. Any other --budget of the new adapter is shared anew.
     """
     from kvpop.adapter import CONFIG, adapter_directory, adapter_files, load, load_policy
     from kvpop.allocation import CURVES, read_curves, write_curves
@@ -79,8 +79,16 @@ def allocate(
             load(base, directory)  # a model that was trained along is looked at as it is now
     with ERR.status("reading the texts"):
         stream = training_stream(data, tokenizer, length, 1, seed, texts * length, retrieval_share)
-    with ERR.status(f"looking at {min(texts, len(stream))} documents"):
-        curves = document_curves(base, stream, slots, texts)
+    done, count = 0, min(texts, len(stream))
+    ranking = None if directory is None else load_policy(directory, slots)
+    with ERR.status(f"looking at {count} documents") as status:
+
+        def tick() -> None:
+            nonlocal done
+            done += 1
+            status.update(f"looking at {count} documents, {done} done")
+
+        curves = document_curves(base, stream, slots, texts, ranking, tick)
     out.mkdir(parents=True, exist_ok=True)
     write_curves(out / CURVES, curves)
     facts: dict[str, Any] = {"curves": str(out / CURVES)}

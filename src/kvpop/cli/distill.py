@@ -57,8 +57,8 @@ def distill(
     window: Annotated[int, typer.Option(min=1)] = DEFAULT.window,
     scorer: Annotated[str, typer.Option(help="mlp, mlstm, mlstm-immediate or mlp+mlstm.")] = "mlp+mlstm",
     by_head: Annotated[
-        bool, typer.Option("--by-head", help="KV heads share the slots unequally, by the attention that their tokens receive "
-                           "later: kvpop allocate, on the first sequences. The same memory, better spent.")
+        bool, typer.Option("--by-head", help="KV heads share the slots unequally, by what each saves of the loss: "
+                           "kvpop allocate, on the first sequences. The same memory, better spent.")
     ] = False,
     start: Annotated[str, typer.Option(help=f"Go on from the scorers of an adapter. {ADAPTER}.")] = "",
     ratio: Annotated[float, typer.Option(help="DMS: the compression to train for; 4 keeps a quarter.")] = 4.0,
@@ -255,10 +255,11 @@ def shared_by_head(policy: Policy, model: Any, stream: Any, out: Path) -> Policy
     from kvpop.jobs import document_curves
     from kvpop.trained import Trained, recipe_of
 
+    start = policy if isinstance(policy, Trained) else None  # scorers that have learned nothing yet rank nothing
     path, budget = out / CURVES, recipe_of(policy).budget  # type: ignore[attr-defined]
     if not path.is_file():
         out.mkdir(parents=True, exist_ok=True)
-        write_curves(path, document_curves(model, stream, budget, CURVE_TEXTS))
+        write_curves(path, document_curves(model, stream, budget, CURVE_TEXTS, start))
     curves = read_curves(path)  # what is written, so that a run that goes on reads the same
     if isinstance(policy, Trained):
         return policy.by_head(curves)

@@ -217,6 +217,10 @@ class RankedLayer(LayerPolicy):
             expiry_BHS = sequence_expiry(self.priority(score_NHL), self.budget, seq.documents, seq.pinned_BS, seq.impl)
         return self.attend_expiry(q, k, v, expiry_BHS, scale, seq, score_NHL, self.budget.slots)
 
+    def order(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
+        """Static priorities of all tokens, rows of documents [N, H, L]."""
+        return self.priority(self.score(k, v, seq.documents))
+
     def score(self, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         """Raw scores in nats, rows of documents [N, H, L]. k and v are detached: no gradient reaches the backbone."""
         x_NHLE = documents.to_rows(torch.cat([k, v], dim=-1).detach())

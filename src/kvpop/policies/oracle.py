@@ -36,6 +36,12 @@ class OracleLayer(LayerPolicy):
 
     @torch.no_grad()
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
+        priority = self.order(q, k, v, scale, seq)
+        return self.attend_expiry(q, k, v, sequence_expiry(priority, self.budget, seq.documents), scale, seq)
+
+    @torch.no_grad()
+    def order(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
+        """Static priorities of all tokens, rows of documents [N, H, L]: the attention that they are going to receive."""
         docs = seq.documents
         _, dense_lse = dense_attention(q, k, v, docs, scale, seq.impl)
         log_mass = future_target(
@@ -43,8 +49,7 @@ class OracleLayer(LayerPolicy):
         )
         score = docs.to_rows(floored(log_mass, self.target.epsilon))
         log_gamma = torch.full((k.shape[1],), self.decay, device=k.device)
-        priority = static_priority(score, torch.arange(score.shape[-1], device=k.device), log_gamma)
-        return self.attend_expiry(q, k, v, sequence_expiry(priority, self.budget, docs), scale, seq)
+        return static_priority(score, torch.arange(score.shape[-1], device=k.device), log_gamma)
 
     def new_slots(self, k: Tensor, v: Tensor) -> Slots:
         raise ValueError("the oracle ranks tokens by future attention: it can score a given text, not generate one")
