@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 OLDEST := .venv-oldest
 
-.PHONY: demo test test-slow test-oldest test-all lint format gpu-check clean
+.PHONY: demo test test-slow test-oldest test-lm-eval test-all lint format gpu-check clean
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit("kvpop needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -35,6 +35,11 @@ $(OLDEST)/.ready: pyproject.toml $(CONSTRAINTS)
 
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2
+
+# The adapter to lm-evaluation-harness, which brings 400 MB of packages along.
+test-lm-eval: $(VENV)/.ready
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[lm-eval]'
+	$(BIN)/python -m pytest tests/test_lm_eval.py
 
 # The newest and the oldest transformers, one after the other.
 test-all: test test-oldest

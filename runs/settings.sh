@@ -1,0 +1,222 @@
+# What all scripts of this directory share; they source it. Nothing runs from here.
+#
+#   MODEL=qwen3-4b|qwen3-8b|smollm2   the model (default: what the script is about, or smollm2)
+#   --quick                           a few steps, items and tokens, of smollm2: everything end to end on 2 CPU cores
+#   DRY_RUN=1                         print the commands, one a line, and run none
+#   GPUS=8, GPU_MEMORY=141            processes of training and of rollouts (default 1); GB of one GPU (kvpop plan: 80)
+#   OUT=out/runs                      where everything goes
+#   SEED=0                            of training and of held-out prompts; rollouts have seeds of their own
+#   WORKERS=4                         processes that run and grade code
+#   TASKS="a b", BUDGETS="a b", METHODS="a b", ITEMS=n   other ones than below
+#   TASK_FILES=DIR                    DIR/TASK.* in place of the hub's file, as in DIR/aime-2024.jsonl
+#   NAME, DATA, CORPUS                another model directory, training source, prepared corpus
+#   GRAPH=1                           on a GPU: decoding steps of caches of a fixed size are one CUDA graph
+#   KVPOP="python -m kvpop"           how to call the command line (default: kvpop)
+#
+# Every script can be stopped and run again: finished commands are left out, others go on where they were.
+
+set -euo pipefail
+
+QUICK=${QUICK:-}
+for word in "$@"; do
+  case $word in
+    --quick) QUICK=1 ;;
+    *) echo "error: unknown argument $word; there is --quick, and settings by environment (runs/settings.sh)" >&2; exit 2 ;;
+  esac
+done
+export QUICK
+DRY_RUN=${DRY_RUN:-} GPUS=${GPUS:-1} OUT=${OUT:-out/runs} SEED=${SEED:-0} GRAPH=${GRAPH:-}
+read -ra KVPOP <<<"${KVPOP:-kvpop}"
+MODEL=${MODEL:-smollm2}
+[[ -z $QUICK ]] || MODEL=smollm2
+
+# Slots are compression ratios of 75 % and 88 % of CONTEXT. RECIPE: the paper's run, for the methods that have one.
+# STATE: slots that the bytes of a recurrent scorer are worth (recipes take them off by themselves).
+THINKING=() STATE=0 RECIPE='' CORPUS=${CORPUS:-} WORK=$OUT/$MODEL${QUICK:+-quick}
+case $MODEL in
+  qwen3-4b | qwen3-8b)
+    if [[ $MODEL == qwen3-8b ]]; then
+      NAME=${NAME:-Qwen/Qwen3-8B} RECIPE=qwen3-8b THINKING=(--thinking)
+    else
+      NAME=${NAME:-Qwen/Qwen3-4B-Instruct-2507} RECIPE=qwen3-4b-instruct
+    fi
+    CORPUS=${CORPUS:-$WORK/corpus} DATA=${DATA:-nemotron-math-v2} TEST=${TEST:-champ:test}
+    CONTEXT=16384 SINKS=4 WINDOW=256 RATIOS=(4 8)
+    : "${BUDGETS:=4096 2048}"
+    : "${TASKS_1:=${TASKS:-aime-2024 aime-2025 hmmt-feb-2025 hmmt-nov-2025}}"
+    : "${TASKS_2:=${TASKS:-gpqa-diamond livecodebench-v6}}"
+    TRAIN=(--mode full --steps 2000 --sequence-length 16384 --batch-size "$GPUS" --accumulate $((128 / GPUS)) --lr 1e-3
+      --base-lr 8e-5 --retrieval-share 0 --dtype bfloat16 --compute same --checkpointing --checkpoint-every 10)
+    SHAPE=$MODEL SEEN=(16384 32768 65536 131072)
+    ROWS=32 TEXTS=8 PASSKEYS=4 NEEDLES=4
+    ;;
+  smollm2)
+    NAME=${NAME:-smollm2} DATA=${DATA:-champ} TEST=${TEST:-champ:test}
+    if [[ -z $QUICK ]]; then
+      CONTEXT=4096 SINKS=4 WINDOW=64 RATIOS=(4 8) STATE=34
+      : "${BUDGETS:=1024 512}"
+      : "${TASKS_1:=${TASKS:-passkey:2048 passkey:4096 ruler:niah-multi-key:2048 ruler:niah-multi-key:4096}}"
+      : "${TASKS_2:=${TASKS:-reasoning:needle_haystack}}"
+      TRAIN=(--mode full --steps 200 --sequence-length 4096 --batch-size 4 --retrieval-share 0.3)
+      SEEN=(2048 8192 32768) ROWS=16 TEXTS=40 PASSKEYS=8 NEEDLES=16
+    else
+      CONTEXT=512 SINKS=4 WINDOW=32 RATIOS=(4) STATE=17 ITEMS=${ITEMS:-2}
+      : "${BUDGETS:=128}"
+      : "${TASKS_1:=${TASKS:-passkey:512}}"
+      : "${TASKS_2:=${TASKS:-ruler:niah-multi-key:512}}"
+      TRAIN=(--mode full --steps 2 --sequence-length 256 --batch-size 1 --retrieval-share 0)
+      SEEN=(256 512) ROWS=2 TEXTS=2 PASSKEYS=1 NEEDLES=1
+    fi
+    SHAPE=smollm2-135m
+    ;;
+  *) echo "error: MODEL must be qwen3-4b, qwen3-8b or smollm2, got $MODEL" >&2; exit 2 ;;
+esac
+read -ra BUDGETS <<<"$BUDGETS"
+read -ra TASKS_1 <<<"$TASKS_1"
+read -ra TASKS_2 <<<"$TASKS_2"
+# The rows of the tables. Those without training first; the others have adapters.
+read -ra METHODS <<<"${METHODS:-dense streaming tova streaming-plus dms kvpop-mlp kvpop}"
+
+# Print a command, or run it.
+run() {
+  if [[ -n $DRY_RUN ]]; then
+    printf '%q ' "$@"
+    echo
+  else
+    echo "+ $*" >&2
+    "$@"
+  fi
+}
+
+kvpop_() { run "${KVPOP[@]}" "$@"; }
+
+# The same in GPUS processes.
+spread() {
+  if ((GPUS > 1)); then
+    run torchrun --nproc-per-node "$GPUS" -m kvpop "$@"
+  else
+    kvpop_ "$@"
+  fi
+}
+
+# once FILE COMMAND...: unless FILE says that this very command has ended well.
+once() {
+  local mark=$1
+  shift
+  if [[ -z $DRY_RUN && -f $mark && $(<"$mark") == "$*" ]]; then
+    return
+  fi
+  "$@"
+  [[ -n $DRY_RUN ]] || { mkdir -p "$(dirname "$mark")" && echo "$*" >"$mark"; }
+}
+
+trained() { [[ $1 != dense && $1 != streaming && $1 != tova ]]; }
+
+# adapter METHOD BUDGET: its directory.
+adapter() { echo "$WORK/adapters/$1-$2"; }
+
+# held METHOD BUDGET: how the command line is told which policy.
+held() {
+  case $1 in
+    dense) echo --policy dense ;;
+    streaming | tova) echo --policy "$1" --budget "$2" --sinks "$SINKS" --window "$WINDOW" ;;
+    *) echo --adapter "$(adapter "$1" "$2")" ;;
+  esac
+}
+
+# ready METHOD...: the adapters of these methods at all budgets, trained if they are not there.
+ready() {
+  local method budget
+  for method in "$@"; do
+    trained "$method" || continue
+    for budget in "${BUDGETS[@]}"; do
+      [[ -z $DRY_RUN && -f $(adapter "$method" "$budget")/kvpop.json ]] || train_one "$method" "$budget"
+    done
+  done
+}
+
+# The corpus of models that need one on disk.
+CORPUS_READY=
+corpus() {
+  if [[ -n $CORPUS && -z $CORPUS_READY ]]; then
+    once "$CORPUS.done" kvpop_ prepare --data "$DATA" --model "$NAME" --length 16384 --packing shared --tokens 4200000000 \
+      --out "$CORPUS"
+    CORPUS_READY=1
+  fi
+}
+
+# train_one METHOD BUDGET
+train_one() {
+  local method=$1 budget=$2 out scorer='' i ratio
+  out=$(adapter "$method" "$budget")
+  corpus
+  case $method in
+    kvpop) scorer=mlstm ;;
+    kvpop-mlp) scorer=mlp ;;
+    kvpop-immediate) scorer=mlstm-immediate ;;
+    streaming-plus | dms) ;;
+    *) echo "error: $method is not trained" >&2; exit 2 ;;
+  esac
+  if [[ -n $scorer && -n $RECIPE ]]; then
+    kvpop_ plan "$RECIPE:$budget:$scorer:full" --gpus "$GPUS" ${GPU_MEMORY:+--memory "$GPU_MEMORY"}
+    spread distill --recipe "$RECIPE:$budget:$scorer:full" --data "$CORPUS" --seed "$SEED" --out "$out"
+    return
+  fi
+  local how=(--model "$NAME" --data "${CORPUS:-$DATA}" --sinks "$SINKS" --window "$WINDOW" --seed "$SEED")
+  case $method in
+    streaming-plus) how+=(--policy streaming --budget "$budget") ;;
+    dms)
+      for i in "${!BUDGETS[@]}"; do [[ ${BUDGETS[i]} != "$budget" ]] || ratio=${RATIOS[i]:-$((CONTEXT / budget))}; done
+      how+=(--policy dms --ratio "${ratio:-$((CONTEXT / budget))}" --gate mlp)
+      ;;
+    *)
+      [[ $scorer == mlp ]] || budget=$((budget - STATE))
+      how+=(--policy kvpop --scorer "$scorer" --budget "$budget")
+      ;;
+  esac
+  if [[ $MODEL == smollm2 ]]; then # one GPU is plenty
+    kvpop_ distill "${how[@]}" "${TRAIN[@]}" --out "$out"
+  else
+    spread distill "${how[@]}" "${TRAIN[@]}" --out "$out"
+  fi
+}
+
+# roll TASK METHOD BUDGET DIR: rollouts and grades of one cell of a table.
+roll() {
+  local task=$1 method=$2 budget=$3 out=$4 policy file more=() code=()
+  read -ra policy <<<"$(held "$method" "$budget")"
+  [[ $task != livecodebench* && $task != humaneval ]] || code=(--allow-code --workers "${WORKERS:-4}")
+  [[ -z ${ITEMS:-} ]] || more+=(--items "$ITEMS")
+  [[ -z $QUICK ]] || more+=(--max-new-tokens 24)
+  if [[ -n $GRAPH && $method != dense && $method != dms ]]; then more+=(--graph); fi
+  for file in ${TASK_FILES:+"$TASK_FILES/$task".*}; do
+    [[ ! -f $file ]] || more+=(--file "$file")
+  done
+  local what=(tasks run "$task" --model "$NAME" "${policy[@]}" "${THINKING[@]}" "${more[@]}" --rows "$ROWS" --out "$out")
+  if ((GPUS > 1)); then
+    spread "${what[@]}" --no-grade
+    kvpop_ tasks merge "$out"
+    kvpop_ tasks grade "$out" "${code[@]}"
+  else
+    kvpop_ "${what[@]}" "${code[@]}"
+  fi
+}
+
+# table NAME TASK...: all methods at all budgets, and the report.
+table() {
+  local name=$1 task method budget out
+  shift
+  ready "${METHODS[@]}"
+  for task in "$@"; do
+    for method in "${METHODS[@]}"; do
+      for budget in "${BUDGETS[@]}"; do
+        out=$WORK/$name/${task//:/-}/$method-$budget
+        [[ $method != dense ]] || out=$WORK/$name/${task//:/-}/dense
+        once "$out/done" roll "$task" "$method" "$budget" "$out" "${ITEMS:-all} items"
+        [[ $method != dense ]] || break
+      done
+    done
+  done
+  kvpop_ report "$WORK/$name" --context "$CONTEXT" --out "$WORK/$name.md"
+  kvpop_ report "$WORK/$name" --context "$CONTEXT" --format latex --out "$WORK/$name.tex"
+}
