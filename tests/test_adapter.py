@@ -545,7 +545,7 @@ def test_a_hub_name_is_downloaded_with_only_the_files_of_an_adapter(saved: Path,
 
 
 def test_what_can_only_be_a_path_never_asks_the_hub(saved: Path, stand_in, monkeypatch) -> None:
-    for path in ("runs", "./runs/x", "/runs/x", "~/runs", "runs/a/b", "runs/", Path("owner/adapter")):
+    for path in ("nope", "./nope/x", "/nope/x", "~/nope", "nope/a/b", "nope/", Path("owner/adapter")):
         with pytest.raises(FileNotFoundError, match="is not a kvpop adapter: there is no such directory"):
             adapter_directory(path)
     monkeypatch.chdir(saved.parent.parent)

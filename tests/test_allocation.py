@@ -19,6 +19,7 @@ from kvpop.calibration import query_times, remaining_curves
 from kvpop.measure import hidden_states
 from kvpop.policies import Dense, KVpop, LayerView, Oracle, Random
 from kvpop.policies.base import BudgetPolicy, LayerShape
+from kvpop.trained import Trained
 from kvpop.weights import AdapterError, write_tensors
 from tests.tiny import VOCAB, expiries, family_model, held_by_mask, tiny_model
 
@@ -317,7 +318,7 @@ def test_saved_curves_keep_layers_without_one(tmp_path):
 
 def test_a_file_of_something_else_is_not_curves(tmp_path):
     write_tensors(tmp_path / CURVES, {"x": torch.ones(2)})
-    with pytest.raises(AdapterError, match=r"does not hold curves of remaining attention, only \['x'\]"):
+    with pytest.raises(AdapterError, match=r"does not hold the curves of budgets by head, only \['x'\]"):
         read_curves(tmp_path / CURVES)
 
 
@@ -326,3 +327,58 @@ def test_the_grid_has_eight_ranks_a_doubling_and_the_last():
     assert grid(21).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 19, 21]
     assert grid(4000)[-1] == 4000
     assert len(grid(4000)) < 90
+
+
+@pytest.mark.parametrize(
+    ("ranks", "curves", "message"),
+    [
+        ([-3, -1], torch.ones(1, 1, 2), "ranks must be those of the grid"),
+        ([2, 1], torch.ones(1, 1, 2), "ranks must be those of the grid"),
+        ([2**40], torch.ones(1, 1, 1), "ranks must be those of the grid"),
+        ([1, 2], -torch.ones(1, 1, 2), "finite numbers of at least 0"),
+        ([1, 2], torch.tensor([[[1.0, math.nan]]]), "finite numbers of at least 0"),
+        ([1, 2], torch.tensor([[[math.inf, 1.0]]]), "finite numbers of at least 0"),
+        ([1, 2], torch.ones(1, 1, 2).int(), "finite numbers of at least 0"),
+    ],
+)
+def test_odd_curves_are_refused_naming_the_file(tmp_path, ranks, curves, message) -> None:
+    write_tensors(tmp_path / CURVES, {"ranks": torch.tensor(ranks), "curves": curves})
+    with pytest.raises(AdapterError, match=rf"{CURVES}: .*{message}"):
+        read_curves(tmp_path / CURVES)
+
+
+def of_curves(long: int = 20) -> Trained:
+    """A policy of 3 layers of 2 heads whose curves reach 100 ranks."""
+    generator = torch.Generator().manual_seed(0)
+    decay = torch.rand(3, 2, 1, generator=generator) * 0.2 + 0.01
+    curves = (-decay * torch.arange(100)).exp()
+    return Trained(Random(Budget(2, 4, long)), {}, curves=curves).by_head(curves)
+
+
+def mean(heads) -> float:
+    listed = list(chain(*heads))
+    return sum(listed) / len(listed)
+
+
+def test_other_budgets_do_not_depend_on_the_way_there_and_go_on_beyond_the_curves() -> None:
+    trained = of_curves()
+    for long in (1, 2, 49, 50, 51, 99, 100, 101, 4000):
+        other = trained.with_budget(Budget(2, 4, long))
+        assert mean(other.policy.heads) == long
+        assert other.with_budget(Budget(2, 4, 20)).policy.heads == trained.policy.heads
+    before, after = (trained.with_budget(Budget(2, 4, long)).policy.heads for long in (100, 101))
+    assert all(abs(a - b) <= 4 for a, b in zip(chain(*before), chain(*after)))
+
+
+def test_layers_of_their_own_leave_the_mean_to_the_others() -> None:
+    trained = of_curves()
+    apart = trained.apart_from([0])
+    assert apart.policy.heads[0] == ()
+    assert mean(apart.policy.heads) == 20
+    assert trained.apart_from([]) is trained
+    alone = trained.of_layer(1, Budget(2, 4, 7))
+    assert mean(alone.policy.heads) == 7
+    assert alone.policy.heads[0] == alone.policy.heads[2] == ()
+    row, whole = alone.policy.heads[1], trained.policy.heads[1]
+    assert (row[0] > row[1]) == (whole[0] > whole[1])
+    assert trained.apart_from([0, 1, 2]) is trained

@@ -182,6 +182,12 @@ def load_policy(directory: str | Path, budget: Budget | None = None, *, revision
     config = read_config(directory)
     tensors = read_tensors(directory / SCORERS) if config["scorers"] else {}
     curves = read_curves(directory / CURVES) if (directory / CURVES).is_file() else None
+    wanted = (config["model"].get("layers"), config["model"].get("kv_heads"))
+    if curves is not None and None not in wanted and tuple(curves.shape[:2]) != wanted:
+        raise AdapterError(
+            f"{directory / CURVES} has curves of {curves.shape[0]} layers with {curves.shape[1]} KV heads, the adapter is for "
+            f"{wanted[0]} with {wanted[1]}"
+        )
     trained = Trained(policy_from(config["policy"], str(directory)), tensors, curves=curves)
     return trained if budget is None else trained.with_budget(budget)
 
@@ -210,7 +216,8 @@ def load(
     """
     directory = adapter_directory(directory, revision)
     config, trained = read_config(directory), load_policy(directory, budget)
-    others = {i: trained.with_budget(p) if isinstance(p, Budget) else p for i, p in (layers or {}).items()}
+    others = {i: trained.of_layer(i, p) if isinstance(p, Budget) else p for i, p in (layers or {}).items()}
+    trained = trained.apart_from(others)
     if isinstance(base_model, str):
         from kvpop.models import load_base
 

@@ -59,6 +59,9 @@ def allocate(curves_LHK: Tensor, long: int, least: int | None = None) -> Heads:
     return tuple(() if unknown else tuple(next(given)) for unknown in unknown_L.tolist())
 
 
+MOST_RANKS = 2**24
+
+
 def grid(ranks: int) -> Tensor:
     """The ranks 1 = r_0 < r_1 < ... <= ``ranks`` that a saved curve is given at, eight a doubling, and the last one [P]."""
     doublings = torch.arange(8 * max(ranks, 1).bit_length() + 1, dtype=torch.double) / 8
@@ -85,7 +88,15 @@ def read_curves(path: Path) -> Tensor:
         or curves_LHP.shape[2:] != at_P.shape
         or not len(at_P)
     ):
-        raise AdapterError(f"{path} does not hold curves of remaining attention, only {sorted(found)}")
+        raise AdapterError(f"{path} does not hold the curves of budgets by head, only {sorted(found)}")
+    last = int(at_P[-1]) if at_P.dtype == torch.long else 0
+    if not 1 <= last <= MOST_RANKS or not torch.equal(at_P, grid(last)):
+        raise AdapterError(
+            f"{path}: ranks must be those of the grid up to at most {MOST_RANKS:,}, they end at {at_P[-1]}"
+        )
+    whole_L, none_L = (curves_LHP >= 0).flatten(1).all(1), curves_LHP.isnan().flatten(1).all(1)
+    if not curves_LHP.is_floating_point() or bool(curves_LHP.isinf().any()) or not bool((whole_L | none_L).all()):
+        raise AdapterError(f"{path}: curves must be finite numbers of at least 0, or NaN for a whole layer")
     rank_K = torch.arange(1, int(at_P[-1]) + 1)
     right_K = torch.searchsorted(at_P, rank_K).clamp(min=1, max=max(1, len(at_P) - 1))
     if len(at_P) == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpop.allocation import allocate, apportion
 from kvpop.budget import Budget
 from kvpop.policies import DMS, KVpop, LayerPolicy, LayerShape, Policy, Streaming
-from kvpop.policies.base import BudgetPolicy
+from kvpop.policies.base import BudgetPolicy, Heads
 from kvpop.weights import AdapterError, check_tensors
 
 TRAINABLE: dict[str, type[Policy]] = {"kvpop": KVpop, "streaming": Streaming, "dms": DMS}
@@ -88,6 +88,8 @@ class Trained(Policy):
     label: str = ""
     curves: Tensor | None = None
     """What budgets by head come from (``allocation``), if the adapter has it."""
+    least: float | None = None
+    """What the smallest head has of the mean, wherever it is shared anew; None: what it has now."""
 
     @property
     def name(self) -> str:
@@ -98,23 +100,54 @@ class Trained(Policy):
         return self.policy.slots
 
     def with_budget(self, budget: Budget) -> Trained:
-        """The same tensors under another budget. Heads that share it unequally share the new one as the curves say, the
-        smallest its share of it; without curves that reach so far, in the same proportions.
+        """The same tensors under another budget. Heads that share it unequally share the new one as the curves say, up to half
+        of what these reach, the smallest its share of it; beyond, or without curves, in the same proportions.
 
         Raises ValueError for a policy whose size is not a budget."""
         if "budget" not in {field.name for field in dataclasses.fields(self.policy)}:
             raise ValueError(
                 f"{self.policy.name} has no budget to change to {budget}: its size is what it was trained for"
             )
-        changes: dict[str, Any] = {"budget": budget}
         heads = getattr(self.policy, "heads", ())
         if heads and budget.long != self.policy.budget.long:
-            if self.curves is not None and budget.long <= self.curves.shape[2]:
-                least = min(chain.from_iterable(heads)) * budget.long // max(1, self.policy.budget.long)
-                changes["heads"] = allocate(self.curves, budget.long, least)
-            else:
-                changes["heads"] = apportion(heads, budget.long)
+            kept = dataclasses.replace(self, least=self._least(heads))
+            return kept._with(budget=budget, heads=self._shared(heads, budget.long))
+        return self._with(budget=budget)
+
+    def _with(self, **changes: Any) -> Trained:
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **changes))
+
+    def _least(self, heads: Heads) -> float:
+        own: int = self.policy.budget.long
+        smallest = min(chain.from_iterable(heads))
+        now = 0.25 if smallest == own // 4 else smallest / max(1, own)
+        return now if self.least is None else self.least
+
+    def _shared(self, heads: Heads, long: int) -> Heads:
+        if self.curves is None:
+            return apportion(heads, long)
+        reach = min(long, self.curves.shape[2] // 2)  # nearer to their end, curves would make all heads alike
+        least = int(self._least(heads) * reach)
+        unlisted = torch.tensor([not row for row in heads])
+        curves_LHK = self.curves.masked_fill(unlisted[:, None, None].to(self.curves.device), torch.nan)
+        return apportion(allocate(curves_LHK, reach, least), long)
+
+    def apart_from(self, layers: Collection[int]) -> Trained:
+        """The same where ``layers`` have policies of their own: what heads have is the mean over the other layers alone."""
+        heads = getattr(self.policy, "heads", ())
+        rest = tuple(() if i in layers else row for i, row in enumerate(heads))
+        if not any(rest) or rest == heads:
+            return self
+        return self._with(heads=self._shared(rest, self.policy.budget.long))
+
+    def of_layer(self, layer: int, budget: Budget) -> Trained:
+        """The same tensors with ``budget`` for one layer, whose heads share it as they do now."""
+        heads = getattr(self.policy, "heads", ())
+        if not heads:
+            return self.with_budget(budget)
+        row = apportion((heads[layer],), budget.long)[0] if layer < len(heads) else ()
+        alone = tuple(row if i == layer else () for i in range(len(heads)))
+        return self._with(budget=budget, heads=alone)
 
     def by_head(self, curves_LHK: Tensor, least: int | None = None) -> Trained:
         """The same tensors and budget, shared by the heads as the curves say (``allocate``). Raises ValueError as that does,

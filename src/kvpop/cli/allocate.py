@@ -56,15 +56,16 @@ def allocate(
 
     if not 0 <= retrieval_share < 1:
         raise ValueError(f"--retrieval-share must be in [0, 1), got {retrieval_share}")
-    if (out / CONFIG).exists() or (out.exists() and not out.is_dir()):
-        raise ValueError(f"--out {out} is there already: give a new directory")
+    there = [name for name in (CONFIG, CURVES, "run.json") if (out / name).exists()]
+    if there or (out.exists() and not out.is_dir()):
+        raise ValueError(f"--out {out} is there already{f', with {there[0]}' if there else ''}: give a new directory")
     directory = None if adapter is None else adapter_directory(adapter)
     if directory is not None and not isinstance((found := load_policy(directory)).policy, BudgetPolicy):
         raise ValueError(f"{adapter} holds {found.name}, whose heads cannot have budgets of their own")
     slots = chosen_budget(budget, None, None, directory)
     if least is not None and least > slots.long:
         raise ValueError(f"--least must be at most the mean, {slots.long} long-range slots, got {least}")
-    length = length or 4 * slots.slots
+    length = length or max(4 * slots.slots, MIN_LENGTH if retrieval_share else 0)
     if length < 2 * slots.slots:
         raise ValueError(f"--length must be at least {2 * slots.slots}, twice the slots, got {length}")
     if retrieval_share and length < MIN_LENGTH:

@@ -242,6 +242,8 @@ def check_by_head(policy: str, out: Path) -> None:
 
     if policy != "kvpop":
         raise ValueError(f"--by-head shares the slots of --policy kvpop, got {policy!r}")
+    if (out / "run.json").is_file() and not (out / CURVES).is_file():
+        raise ValueError(f"{out} has a run, but not the {CURVES} that its budgets by head come from: put it back")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and not (out / CURVES).is_file():
         raise ValueError(
