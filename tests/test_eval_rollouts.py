@@ -26,7 +26,7 @@ from kvpop.budget import Budget
 from kvpop.cli import app
 from kvpop.evals import paper
 from kvpop.evals.base import Decoding, Item
-from kvpop.evals.grades import Grading, tally
+from kvpop.evals.grades import GRADE, Grading, tally
 from kvpop.evals.rollouts import (
     Shard,
     TaskRollouts,
@@ -313,7 +313,7 @@ def test_broken_files_are_named(model, whole, tmp_path):
         make(model, tmp_path)
     (tmp_path / "rollouts.jsonl").write_text(good + '{"text": "a"}\n')
     with pytest.raises(
-        ValueError, match=r"rollouts\.jsonl:16: no rollout, it has no index and rollout, only \['text'\]"
+        ValueError, match=r"rollouts\.jsonl:16: this row has no index and no rollout and no item and no completion_ids, only \['text'\]"
     ):
         make(model, tmp_path)
     (tmp_path / "rollouts.jsonl").write_text(good.replace('"prompt_sha256": "', '"prompt_sha256": "x', 1))
@@ -463,7 +463,7 @@ def test_lines_are_cut_sorted_and_said_once(tmp_path):
 
 def grade(directory, task=TASK, **options):
     grading = Grading(task, task.items(None), directory, **options)
-    return list(grading.run()), list(read_rows(directory / "grades.jsonl"))
+    return list(grading.run()), list(read_rows(directory / "grades.jsonl", GRADE))
 
 
 @pytest.fixture

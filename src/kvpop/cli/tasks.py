@@ -269,7 +269,7 @@ def _shown(todo: Any, missing: int) -> Any:
 def _grade(
     task: Task, items: list[Item], directory: Path, workers: int, again: bool, allow_code: bool
 ) -> dict[str, Any]:
-    from kvpop.evals.grades import Grading, tally
+    from kvpop.evals.grades import GRADE, Grading, tally
     from kvpop.evals.rollouts import read_rows
     from kvpop.evals.statistics import estimate
 
@@ -280,7 +280,7 @@ def _grade(
         for _ in grading.run():
             new += 1
             bar.update(shown, completed=new)
-    rows = list(read_rows(grading.out))
+    rows = list(read_rows(grading.out, GRADE))
     scores: dict[str, list[float]] = {}
     for row in rows:
         scores.setdefault(row["item"], []).append(row["score"])

@@ -17,11 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from kvpop.evals.base import Item, Task
-from kvpop.evals.rollouts import STEM, health, place_of, read_rows, read_settings
+from kvpop.evals.rollouts import PLACE, STEM, health, place_of, read_rows, read_settings
 from kvpop.jsonl import appending, cut_last_line, differences, sort_lines
 
 GRADES = "grades"
 OUTCOMES = ("right", "wrong", "no answer", "timeout", "refused")
+
+
+SCORE = {**PLACE, "score": int | float}
+GRADE = {**SCORE, "text_sha256": str}
+
+
+def read_grader(path: Path) -> dict[str, Any]:
+    """What graded a file. Raises ValueError for what does not say so."""
+    try:
+        found = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict) or "grader" not in found:
+        raise ValueError(f"{path} does not say what graded: it has no grader")
+    return found
 
 
 def text_digest(text: str) -> str:
@@ -82,7 +97,7 @@ class Grading:
             "answers": hashlib.sha256(json.dumps(answers, default=str).encode()).hexdigest()[:16],
             **(identity or {}),
         }
-        old = json.loads(beside.read_text()) if beside.is_file() else None
+        old = read_grader(beside) if beside.is_file() else None
         if old is not None and (other := differences({k: v for k, v in old.items() if k != "kvpop"}, made_with)):
             raise ValueError(f"{self.out} was graded otherwise: {'; '.join(other)}; --again grades anew")
         if old is None and self.out.exists():
@@ -94,7 +109,7 @@ class Grading:
 
     def _look(self) -> None:
         cut_last_line(self.out)
-        self.done = {place_of(row): row["text_sha256"] for row in read_rows(self.out)}
+        self.done = {place_of(row): row["text_sha256"] for row in read_rows(self.out, GRADE)}
         self.size = self.out.stat().st_size
 
     def _todo(self) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpop.evals import paper
-from kvpop.evals.grades import GRADES, tally
-from kvpop.evals.rollouts import STEM, read_rows, read_settings
+from kvpop.evals.grades import GRADES, SCORE, read_grader, tally
+from kvpop.evals.rollouts import STEM, place_of, read_rows, read_settings
 from kvpop.evals.statistics import Comparison, Interval, Scores, compare, estimate, pass_at_k, sentence
 from kvpop.jsonl import differences
 
@@ -100,10 +100,15 @@ def read_result(directory: Path, context: int) -> Result:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{directory} has no {name}: grade it with kvpop tasks grade")
     settings = read_settings(directory / f"{STEM}.json")
-    grades = sorted(read_rows(directory / f"{GRADES}.jsonl"), key=lambda row: (row["index"], row["rollout"]))
+    grades = sorted(read_rows(directory / f"{GRADES}.jsonl", SCORE), key=place_of)
     if not grades:
         raise ValueError(f"{directory / GRADES}.jsonl has no grades")
-    return Result(str(directory), settings, json.loads((directory / f"{GRADES}.json").read_text()), grades, context)
+    for row in grades:
+        if not 0 <= row["score"] <= 1:
+            raise ValueError(
+                f"{directory / GRADES}.jsonl: item {row.get('item')} has score {row['score']}, not in [0, 1]"
+            )
+    return Result(str(directory), settings, read_grader(directory / f"{GRADES}.json"), grades, context)
 
 
 def read_results(paths: Sequence[str | Path], context: int = paper.CONTEXT) -> list[Result]:

@@ -277,22 +277,29 @@ def read_settings(path: Path) -> dict[str, Any]:
     """The settings beside a file of rollouts. Raises ValueError for what is no such file or of another format."""
     try:
         settings = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(settings, dict) or settings.get("format") != FORMAT or "extent" not in settings:
+    kinds = {"task": dict, "extent": dict, "runs": list}
+    whole = isinstance(settings, dict) and all(isinstance(settings.get(name), kind) for name, kind in kinds.items())
+    if not whole or settings.get("format") != FORMAT:
         raise ValueError(f"{path} does not hold the settings of rollouts in format {FORMAT}")
     return settings
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rollouts in a file. Raises ValueError, with file and line, for a row that is none."""
+PLACE = {"index": int, "rollout": int}
+ROLLOUT = {**PLACE, "item": str, "text": str, "completion_ids": list}
+
+
+def read_rows(path: Path, needs: Mapping[str, Any] = ROLLOUT) -> Iterator[dict[str, Any]]:
+    """The rows in a file of rollouts (or grades, by what they need). Raises ValueError, with file and line, for one that is
+    none."""
     from kvpop.data.sources import json_rows
 
     if not path.is_file() or not path.stat().st_size:
         return
     for row in json_rows(path):
-        if not isinstance(row.values.get("index"), int) or not isinstance(row.values.get("rollout"), int):
-            raise ValueError(f"{row.where}: no rollout, it has no index and rollout, only {sorted(row.values)}")
+        if lacks := [name for name, kind in needs.items() if not isinstance(row.values.get(name), kind)]:
+            raise ValueError(f"{row.where}: this row has no {' and no '.join(lacks)}, only {sorted(row.values)}")
         yield row.values
 
 
