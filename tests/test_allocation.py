@@ -382,3 +382,10 @@ def test_layers_of_their_own_leave_the_mean_to_the_others() -> None:
     row, whole = alone.policy.heads[1], trained.policy.heads[1]
     assert (row[0] > row[1]) == (whole[0] > whole[1])
     assert trained.apart_from([0, 1, 2]) is trained
+
+
+def test_sharing_anew_forgets_the_smallest_share_of_before() -> None:
+    trained = of_curves().with_budget(Budget(2, 4, 40))
+    again = trained.by_head(trained.curves, least=20)
+    assert min(chain(*again.policy.heads)) == 20
+    assert min(chain(*again.with_budget(Budget(2, 4, 20)).policy.heads)) >= 10

@@ -121,6 +121,26 @@ def chosen_policy(
     return load_policy(directory), directory, None
 
 
+def load_entries(
+    name: str, dtype: torch.dtype, device: torch.device, adapters: Mapping[str, Path], entries: list[Entry]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[Entry]]:
+    """``load_model``, and the entries of ``comparison`` with the weights that their adapters bring.
+
+    Each policy has been attached once, and taken off again: what does not fit the model raises here."""
+    from dataclasses import replace
+
+    from kvpop.adapter import changed_weights
+    from kvpop.attachment import attach, detach
+
+    base, tokenizer = load_model(name, dtype, device)
+    weights = {label: changed_weights(base, directory) for label, directory in adapters.items()}
+    entries = [replace(entry, weights=weights.get(entry.label)) for entry in entries]
+    for entry in entries:
+        attach(base, entry.policy)
+    detach(base)
+    return base, tokenizer, entries
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model that ``load_base`` knows, without the model."""
     from transformers import AutoTokenizer

@@ -155,7 +155,7 @@ class Trained(Policy):
         if not isinstance(self.policy, BudgetPolicy):
             raise ValueError(f"the heads of {self.policy.name} cannot have budgets of their own")
         heads = allocate(curves_LHK, self.policy.budget.long, least)
-        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, heads=heads), curves=curves_LHK)
+        return dataclasses.replace(self, curves=curves_LHK, least=None)._with(heads=heads)
 
     def layer(self, shape: LayerShape) -> LayerPolicy:
         layer = self.policy.layer(shape)

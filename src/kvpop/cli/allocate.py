@@ -60,8 +60,9 @@ def allocate(
     if there or (out.exists() and not out.is_dir()):
         raise ValueError(f"--out {out} is there already{f', with {there[0]}' if there else ''}: give a new directory")
     directory = None if adapter is None else adapter_directory(adapter)
-    if directory is not None and not isinstance((found := load_policy(directory)).policy, BudgetPolicy):
-        raise ValueError(f"{adapter} holds {found.name}, whose heads cannot have budgets of their own")
+    trained = None if directory is None else load_policy(directory)
+    if trained is not None and not isinstance(trained.policy, BudgetPolicy):
+        raise ValueError(f"{adapter} holds {trained.name}, whose heads cannot have budgets of their own")
     slots = chosen_budget(budget, None, None, directory)
     if least is not None and least > slots.long:
         raise ValueError(f"--least must be at most the mean, {slots.long} long-range slots, got {least}")
@@ -81,7 +82,7 @@ def allocate(
     with ERR.status("reading the texts"):
         stream = training_stream(data, tokenizer, length, 1, seed, texts * length, retrieval_share)
     done, count = 0, min(texts, len(stream))
-    ranking = None if directory is None else load_policy(directory, slots)
+    ranking = None if trained is None else trained.with_budget(slots)
     with ERR.status(f"looking at {count} documents") as status:
 
         def tick() -> None:
@@ -93,8 +94,8 @@ def allocate(
     out.mkdir(parents=True, exist_ok=True)
     write_curves(out / CURVES, curves)
     facts: dict[str, Any] = {"curves": str(out / CURVES)}
-    if directory is not None:
-        shared = load_policy(directory, slots).by_head(read_curves(out / CURVES), least)
+    if directory is not None and ranking is not None:
+        shared = ranking.by_head(read_curves(out / CURVES), least)
         for name in adapter_files(directory):
             if name not in (CONFIG, CURVES):
                 shutil.copyfile(directory / name, out / name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +20,7 @@ from kvpop.cli.options import (
     SinksOption,
     WindowOption,
 )
-from kvpop.jobs import chosen_budget, comparison, load_model, placement
+from kvpop.jobs import chosen_budget, comparison, load_entries, placement
 from kvpop.terminal import ERR, OUT, print_facts, print_json
 from kvpop.watch import LOG, read_log
 
@@ -138,9 +137,7 @@ def _run(
 ) -> Analysis:  # fmt: skip
     import torch
 
-    from kvpop.adapter import changed_weights
     from kvpop.analysis.record import analyse as record
-    from kvpop.attachment import attach, detach
     from kvpop.data import documents_from, texts_from
 
     if not adapter and not set(policy) - {"dense"}:
@@ -154,12 +151,7 @@ def _run(
     place, precision = placement(device, dtype)
     texts_from(source)
     with ERR.status("loading the model"):
-        base, tokenizer = load_model(model, precision, place)
-        weights = {label: changed_weights(base, directory) for label, directory in adapters.items()}
-        entries = [replace(entry, weights=weights.get(entry.label)) for entry in entries]
-        for entry in entries:
-            attach(base, entry.policy)  # refuses what does not fit
-        detach(base)
+        base, tokenizer, entries = load_entries(model, precision, place, adapters, entries)
     with ERR.status("reading the text"):
         ids = [torch.tensor(piece[:tokens].tolist()) for piece in islice(documents_from(source, tokenizer), texts)]
     if len(ids) < texts:

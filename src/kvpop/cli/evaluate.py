@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from kvpop.cli.options import (
     SinksOption,
     WindowOption,
 )
-from kvpop.jobs import comparison, evaluation_texts, load_model, placement, retrieval_cells, retrieval_prompts
+from kvpop.jobs import comparison, evaluation_texts, load_entries, placement, retrieval_cells, retrieval_prompts
 from kvpop.terminal import ERR, as_strict_json, print_comparison, print_json
 
 
@@ -59,8 +58,6 @@ def evaluate(
     An adapter that changes the model's weights is measured with them; dense is the model as it was before, for all of them.
     Texts are scored from the largest budget on, where every policy has dropped something.
     """
-    from kvpop.adapter import changed_weights
-    from kvpop.attachment import attach, detach
     from kvpop.data import texts_from
     from kvpop.measure import compare_retrieval, compare_texts
 
@@ -85,12 +82,7 @@ def evaluate(
     texts_from(data)
 
     with ERR.status("loading the model"):
-        base, tokenizer = load_model(model, precision, place)
-        weights = {label: changed_weights(base, directory) for label, directory in adapters.items()}
-        entries = [replace(entry, weights=weights.get(entry.label)) for entry in entries]
-        for entry in entries:
-            attach(base, entry.policy)  # refuses what does not fit
-        detach(base)
+        base, tokenizer, entries = load_entries(model, precision, place, adapters, entries)
     sizes = (lengths or [length]) if passkey or needle else []
     with ERR.status("reading the texts"):
         ids, haystack = evaluation_texts(data, tokenizer, texts, length, max(sizes, default=0))

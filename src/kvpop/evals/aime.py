@@ -27,8 +27,7 @@ class Aime(Task):
         assert self.source is not None
         found = read_items(self.source, file)
         items = []
-        for number, row in enumerate(found.rows):
-            where = f"{found.path}, row {number}"
+        for number, where, row in found.numbered():
             problem = str(value(row, ("problem", "Problem", "question"), where)).strip()
             answer = value(row, ("answer", "Answer"), where)
             try:

@@ -39,8 +39,7 @@ class GpqaDiamond(Task):
         assert self.source is not None
         found = read_items(self.source, file)
         items = []
-        for number, row in enumerate(found.rows):
-            where = f"{found.path}, row {number}"
+        for number, where, row in found.numbered():
             question = str(value(row, ("Question",), where)).strip()
             names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
             options = [str(value(row, (name,), where)).strip() for name in names]

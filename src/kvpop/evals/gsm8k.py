@@ -38,8 +38,7 @@ class Gsm8k(Task):
         assert self.source is not None
         found = read_items(self.source, file)
         items = []
-        for number, row in enumerate(found.rows):
-            where = f"{found.path}, row {number}"
+        for number, where, row in found.numbered():
             question = str(value(row, ("question",), where)).strip()
             solution = str(value(row, ("answer",), where))
             gold = integer(solution.rpartition(MARK)[2])

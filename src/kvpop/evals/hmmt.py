@@ -38,8 +38,7 @@ class Hmmt(Task):
         need_math_verify()
         found = read_items(self.source, file)
         items = []
-        for number, row in enumerate(found.rows):
-            where = f"{found.path}, row {number}"
+        for number, where, row in found.numbered():
             problem = str(value(row, ("problem", "question"), where)).strip()
             gold = str(value(row, ("answer",), where)).strip()
             kinds = row.get("problem_type") or []

@@ -41,8 +41,7 @@ class HumanEval(Task):
         assert self.source is not None
         found = read_items(self.source, file)
         items = []
-        for number, row in enumerate(found.rows):
-            where = f"{found.path}, row {number}"
+        for number, where, row in found.numbered():
             answer = {ours: str(value(row, (ours,), where)) for ours in ("prompt", "test", "entry_point")}
             items.append(
                 Item(

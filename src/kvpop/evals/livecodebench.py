@@ -66,8 +66,7 @@ class LiveCodeBench(Task):
         assert self.source is not None
         found = read_items(self.source, file)
         items = []
-        for number, row in enumerate(found.rows):
-            where = f"{found.path}, row {number}"
+        for number, where, row in found.numbered():
             day = date.fromisoformat(str(value(row, ("contest_date",), where))[:10])
             if not (self.window[0] or day) <= day or (self.window[1] is not None and day >= self.window[1]):
                 continue

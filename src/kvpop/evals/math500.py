@@ -37,8 +37,7 @@ class Math500(Task):
         need_math_verify()
         found = read_items(self.source, file)
         items = []
-        for number, row in enumerate(found.rows):
-            where = f"{found.path}, row {number}"
+        for number, where, row in found.numbered():
             problem = str(value(row, ("problem",), where)).strip()
             gold = str(value(row, ("answer",), where)).strip()
             fields = {name: row[name] for name in ("subject", "level", "unique_id") if row.get(name) is not None}

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ class ItemFile:
     path: Path
     revision: str | None
     sha256: str
+
+    def numbered(self) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        """Every row with its number, and where it stands, for an error about it."""
+        for number, row in enumerate(self.rows):
+            yield number, f"{self.path}, row {number}", row
 
 
 def lock_path() -> Path:
