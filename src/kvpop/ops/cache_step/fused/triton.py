@@ -27,6 +27,11 @@ PROGRAMS = 264
 """About how many programs the attention is spread over: two per multiprocessor of an H100 or H200."""
 BLOCK = 64
 """Slots that one program loads at once."""
+STAGES = 3
+"""Blocks of slots that are under way at a time."""
+WARPS = 4
+SEARCH = 4096
+"""Slots among which one program finds the worst."""
 UNITS = 64
 """Hidden units of the MLP that one program computes."""
 CHANNELS = 128
@@ -119,15 +124,6 @@ def _gates(log_i, f_logit, m, CAP: tl.constexpr):
 
 
 @triton.jit
-def _update(state, forget, added, inside, real):
-    """state = forget * state + added, in place. Several threads may hold an element that one writes: all read it first."""
-    new = forget * tl.load(state, mask=inside, other=0.0) + added
-    tl.debug_barrier()
-    tl.store(state, new, mask=inside & real)
-    return new
-
-
-@triton.jit
 def _memory(
     new_key, new_value, due_key, due_value, there, shift, spread,
     w_q, w_k, w_v, w_i, w_f, b_f, a, b, C, m, score, own, real,
@@ -135,12 +131,20 @@ def _memory(
     BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     E: tl.constexpr = D + V
-    r = tl.arange(0, BLOCK_A)
+    r, c = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_C)
+    # Rows of the state: the features of x, then those of -x; A + 1 columns, of which the last sums the weights. What is there
+    # is read before anything is computed, and overwritten behind a barrier: several threads may hold what one of them writes.
+    high, low = C + r * (A + 1), C + (r + A) * (A + 1)
+    old_m = tl.load(m)
+    z_high, z_low = tl.load(high + A, mask=r < A, other=0.0), tl.load(low + A, mask=r < A, other=0.0)
+    inside = (r[:, None] < A) & (c[None, :] < A)
+    state_high = tl.load(high[:, None] + c[None, :], mask=inside, other=0.0)
+    state_low = tl.load(low[:, None] + c[None, :], mask=inside, other=0.0)
     query = tl.zeros([BLOCK_A], tl.float32)
     key = tl.zeros([BLOCK_A], tl.float32)
     i_terms = tl.zeros([BLOCK_E], tl.float32)
     f_terms = tl.zeros([BLOCK_E], tl.float32)
-    for start in range(0, E, BLOCK_E):
+    for start in tl.static_range(0, E, BLOCK_E):
         e = start + tl.arange(0, BLOCK_E)
         x = _standardised(new_key, new_value, e, True, shift, spread, D, V)
         x_due = x
@@ -153,31 +157,35 @@ def _memory(
     q_high, q_low = _softmax(query, r < A), _softmax(-query, r < A)
     k_high, k_low = _softmax(key, r < A), _softmax(-key, r < A)
     f_logit = tl.sum(f_terms, 0) + tl.load(b_f + own).to(tl.float32)
-    take, forget, m_new = _gates(tl.sum(i_terms, 0), f_logit, tl.load(m), CAP)
+    take, forget, m_new = _gates(tl.sum(i_terms, 0), f_logit, old_m, CAP)
     k_high *= take
     k_low *= take
-    # Rows of the state: the features of x, then those of -x; A + 1 columns, of which the last sums the weights.
-    high, low = C + r * (A + 1), C + (r + A) * (A + 1)
-    z_high = _update(high + A, forget, k_high, r < A, real)
-    z_low = _update(low + A, forget, k_low, r < A, real)
-    tl.store(m, m_new, mask=real)  # behind a barrier, too: every thread has read m
+    z_high, z_low = forget * z_high + k_high, forget * z_low + k_low
     norm = tl.sum(q_high * z_high + q_low * z_low, 0)
     readable = norm > SMALLEST
     total = tl.load(b + own).to(tl.float32)
     for first in tl.static_range(0, BLOCK_A, BLOCK_C):  # by columns, so that a wide head does not run out of registers
-        c = first + tl.arange(0, BLOCK_C)
+        column = first + c
+        inside = (r[:, None] < A) & (column[None, :] < A)
+        if first > 0:
+            state_high = tl.load(high[:, None] + column[None, :], mask=inside, other=0.0)
+            state_low = tl.load(low[:, None] + column[None, :], mask=inside, other=0.0)
         value = tl.zeros([BLOCK_C], tl.float32)
-        for start in range(0, E, BLOCK_E):
+        for start in tl.static_range(0, E, BLOCK_E):
             e = start + tl.arange(0, BLOCK_E)
             x = _standardised(new_key, new_value, e, True, shift, spread, D, V)
-            value += _times(x, w_v + own * E * A, e, c, E, A)
-        inside = (r[:, None] < A) & (c[None, :] < A)
-        state = _update(high[:, None] + c[None, :], forget, k_high[:, None] * value[None, :], inside, real)
-        read = tl.sum(q_high[:, None] * state, 0)
-        state = _update(low[:, None] + c[None, :], forget, k_low[:, None] * value[None, :], inside, real)
-        read += tl.sum(q_low[:, None] * state, 0)
+            value += _times(x, w_v + own * E * A, e, column, E, A)
+        state_high = forget * state_high + k_high[:, None] * value[None, :]
+        state_low = forget * state_low + k_low[:, None] * value[None, :]
+        tl.debug_barrier()
+        tl.store(high[:, None] + column[None, :], state_high, mask=inside & real)
+        tl.store(low[:, None] + column[None, :], state_low, mask=inside & real)
+        read = tl.sum(q_high[:, None] * state_high + q_low[:, None] * state_low, 0)
         h = tl.where(readable, read / tl.where(readable, norm, 1.0), 0.0)
-        total += tl.sum(_silu(h) * tl.load(a + own * A + c, mask=c < A, other=0.0).to(tl.float32), 0)
+        total += tl.sum(_silu(h) * tl.load(a + own * A + column, mask=column < A, other=0.0).to(tl.float32), 0)
+    tl.store(high + A, z_high, mask=(r < A) & real)
+    tl.store(low + A, z_low, mask=(r < A) & real)
+    tl.store(m, m_new, mask=real)
     tl.store(score, total)
 
 
@@ -211,12 +219,13 @@ def _worst(
 
 @triton.jit
 def _attend(
-    q, keys, values, position, priority, pins, least, ring, parts, stats, marks, notes, priority_of_old,
-    head, part, row, t, real, M, size, base, split, splits, sinks, window,
-    scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr, DUE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, keys, values, least, ring, parts, stats, head, part, t, real, size, base, split, splits, window,
+    scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DUE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Over the slots of one split. A head that has seen t tokens holds some in its first min(t, size) slots, and nothing
+    behind: what is loaded does not depend on anything else that is, so that loads can run ahead."""
     old = tl.load(least + head)
     due = _due_slot(ring, head, t, window, DUE)
     dropping = (t >= size) & real
@@ -225,33 +234,49 @@ def _attend(
     high = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     summed = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
-    for start in range(part * split, tl.minimum(part * split + split, size), BLOCK_M):
+    stop = tl.minimum(part * split + split, tl.minimum(t, size))
+    for start in tl.range(part * split, stop, BLOCK_M, num_stages=STAGES):
         m = start + i
-        inside = (m < size) & (m < part * split + split)
-        where = tl.load(position + head * M + m, mask=inside, other=-1)
-        other = (m != old) & (m != due)
-        held = (where >= 0) & (other | ~dropping)
-        key = tl.load(keys + (base + m[:, None]) * D + d, mask=held[:, None] & (d < D), other=0.0)
+        if D == BLOCK_D:
+            key = tl.load(keys + (base + m[:, None]) * D + d, mask=(m < stop)[:, None], other=0.0)
+        else:
+            key = tl.load(keys + (base + m[:, None]) * D + d, mask=(m < stop)[:, None] & (d < D), other=0.0)
         logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        logit = tl.where(held, logit, float("-inf"))
+        stays = (m < stop) & (((m != old) & (m != due)) | ~dropping)
+        logit = tl.where(stays, logit, float("-inf"))
         higher = tl.maximum(high, tl.max(logit, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp(logit - safe[:, None])
         shrink = tl.exp(high - safe)
-        value = tl.load(values + (base + m[:, None]) * V + e, mask=held[:, None] & (e < V), other=0.0)
+        if V == BLOCK_V:
+            value = tl.load(values + (base + m[:, None]) * V + e, mask=(m < stop)[:, None], other=0.0)
+        else:
+            value = tl.load(values + (base + m[:, None]) * V + e, mask=(m < stop)[:, None] & (e < V), other=0.0)
         mass = mass * shrink + tl.sum(weight, 1)
         summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
         high = higher
     at = head * splits + part
-    tl.store(stats + at * (2 * G + 1) + g, high, mask=g < G)
-    tl.store(stats + at * (2 * G + 1) + G + g, mass, mask=g < G)
+    tl.store(stats + at * (2 * G) + g, high, mask=g < G)
+    tl.store(stats + at * (2 * G) + G + g, mass, mask=g < G)
     tl.store(parts + (at * G + g[:, None]) * V + e, summed, mask=(g[:, None] < G) & (e < V))
+
+
+@triton.jit
+def _search(
+    position, priority, pins, least, ring, ranks, marks, notes, priority_of_old,
+    head, part, row, t, M, size, searches, sinks, window,
+    P: tl.constexpr, DUE: tl.constexpr, SEARCH: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """The worst candidate of ``SEARCH`` slots, for the next step; and a copy of what decides in this one."""
+    old = tl.load(least + head)
+    due = _due_slot(ring, head, t, window, DUE)
     newest = t - window if DUE else t + 1 - window  # that is ranked when the next token comes
+    stop = tl.minimum(part * SEARCH + SEARCH, tl.minimum(t, size))
     lowest, oldest, slot = _worst(
-        position + head * M, priority + head * M, pins, row, part * split, tl.minimum(part * split + split, size), old, due,
-        sinks, newest, P, BLOCK_W,
+        position + head * M, priority + head * M, pins, row, part * SEARCH, stop, old, due, sinks, newest, P, BLOCK_W,
     )  # fmt: skip
-    tl.store(stats + at * (2 * G + 1) + 2 * G, lowest)
+    at = head * searches + part
+    tl.store(ranks + at, lowest)
     tl.store(marks + at * 2, oldest)
     tl.store(marks + at * 2 + 1, slot)
     if part == 0:
@@ -267,20 +292,22 @@ def _attend(
 def _attend_and_score(
     q, k, v, keys, values, position, priority, seen, valid, pins, least, ring, lengths, bases,
     shift, spread, w1, b1, w2, b2, w_q, w_k, w_v, w_i, w_f, b_f, a, b, C, m,
-    parts, stats, marks, notes, scores, priority_of_old,
-    heads, H, M, total, split, splits, sinks, window,
+    parts, stats, ranks, marks, notes, scores, priority_of_old,
+    heads, H, M, total, split, splits, searches, sinks, window,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr,
     MEMORY: tl.constexpr, A: tl.constexpr, CAP: tl.constexpr, PERCEPTRON: tl.constexpr, N: tl.constexpr,
     UNITS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SEARCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """MEMORY (0 or 1) + PERCEPTRON programs a head score, the memory's first; then come ``splits`` a head that attend."""
+    """MEMORY (0 or 1) + PERCEPTRON programs a head score, the memory's first; ``searches`` a head look for the worst; then
+    come ``splits`` a head that attend."""
     SCORERS: tl.constexpr = MEMORY + PERCEPTRON
     program = tl.program_id(0)
-    attends = program >= heads * SCORERS
-    index = program - heads * SCORERS
+    others = heads * (SCORERS + searches)
+    attends = program >= others
+    index = program - others
     head = tl.where(attends, index // splits, program % heads).to(tl.int64)
     row = head // H
     t = tl.load(seen + row).to(tl.int32)
@@ -289,9 +316,13 @@ def _attend_and_score(
     base = row * total + tl.load(bases + head % H) if LAYOUT else head * M
     if attends:
         _attend(
-            q, keys, values, position, priority, pins, least, ring, parts, stats, marks, notes, priority_of_old,
-            head, index % splits, row, t, real, M, size, base, split, splits, sinks, window,
-            scale, G, D, V, P, DUE, BLOCK_G, BLOCK_M, BLOCK_W, BLOCK_D, BLOCK_V, PRECISION,
+            q, keys, values, least, ring, parts, stats, head, index % splits, t, real, size, base, split, splits, window,
+            scale, G, D, V, DUE, BLOCK_G, BLOCK_M, BLOCK_D, BLOCK_V, STAGES, PRECISION,
+        )  # fmt: skip
+    elif program >= heads * SCORERS:
+        _search(
+            position, priority, pins, least, ring, ranks, marks, notes, priority_of_old,
+            head, program // heads - SCORERS, row, t, M, size, searches, sinks, window, P, DUE, SEARCH, BLOCK_W,
         )  # fmt: skip
     elif SCORERS > 0:
         own, which = head % H, program // heads
@@ -318,14 +349,14 @@ def _attend_and_score(
 
 @triton.jit
 def _worst_next(
-    stats, marks, head, splits, old, old_rank, old_position, due, due_rank, due_position, new, new_rank, new_position,
-    G: tl.constexpr, BLOCK_S: tl.constexpr,
+    ranks, marks, head, searches, old, old_rank, old_position, due, due_rank, due_position, new, new_rank, new_position,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Slot of the worst candidate when the next token comes, -1 for none. Who is no candidate has position NONE."""
     s = tl.arange(0, BLOCK_S)
-    rank = tl.load(stats + (head * splits + s) * (2 * G + 1) + 2 * G, mask=s < splits, other=float("inf"))
-    where = tl.load(marks + (head * splits + s) * 2, mask=s < splits, other=NONE)
-    slots = tl.load(marks + (head * splits + s) * 2 + 1, mask=s < splits, other=-1)
+    rank = tl.load(ranks + head * searches + s, mask=s < searches, other=float("inf"))
+    where = tl.load(marks + (head * searches + s) * 2, mask=s < searches, other=NONE)
+    slots = tl.load(marks + (head * searches + s) * 2 + 1, mask=s < searches, other=-1)
     lowest = tl.min(rank, 0)
     oldest = tl.min(tl.where(rank == lowest, where, NONE), 0)
     slot = tl.max(tl.where((rank == lowest) & (where == oldest), slots, -1), 0)
@@ -341,8 +372,8 @@ def _worst_next(
 @triton.jit
 def _finish(
     q, k, v, keys, values, position, priority, seen, valid, pins, least, ring, lengths, bases, fresh, log_gamma,
-    parts, stats, marks, notes, scores, priority_of_old, out,
-    H, M, total, splits, sinks, window, decay_step,
+    parts, stats, ranks, marks, notes, scores, priority_of_old, out,
+    H, M, total, splits, searches, sinks, window, decay_step,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr, SCORERS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -396,7 +427,7 @@ def _finish(
     logit = tl.where(added, tl.sum(query * key, 0) * scale, float("-inf"))
     highest = tl.maximum(new_logit, logit)
     for start in range(0, splits, BLOCK_T):
-        at = (head * splits + start + s) * (2 * G + 1) + g
+        at = (head * splits + start + s) * (2 * G) + g
         highest = tl.maximum(highest, tl.max(tl.load(stats + at, mask=start + s < splits, other=float("-inf")), 0))
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     new_weight, weight = tl.exp(new_logit - highest), tl.exp(logit - highest)
@@ -405,8 +436,8 @@ def _finish(
     for start in range(0, splits, BLOCK_T):
         inside = start + s < splits
         at = head * splits + start + s
-        shrink = tl.exp(tl.load(stats + at * (2 * G + 1) + g, mask=inside, other=float("-inf")) - highest)
-        mass += tl.sum(shrink * tl.load(stats + at * (2 * G + 1) + G + g, mask=inside, other=0.0), 0)
+        shrink = tl.exp(tl.load(stats + at * (2 * G) + g, mask=inside, other=float("-inf")) - highest)
+        mass += tl.sum(shrink * tl.load(stats + at * (2 * G) + G + g, mask=inside, other=0.0), 0)
         part = tl.load(parts + (at[:, None] * G + g) * V + e, mask=inside[:, None] & (e < V), other=0.0)
         summed += tl.sum(shrink[:, None] * part, 0)
     result = tl.where(mass > 0, summed / tl.where(mass > 0, mass, 1.0), 0.0)
@@ -426,8 +457,8 @@ def _finish(
         due_position = tl.where(due_goes, NONE, due_position)
         due_rank = tl.where(due_goes, float("inf"), due_rank)
         worst = _worst_next(
-            stats, marks, head, splits, old, old_rank, old_position, due, due_rank, due_position,
-            target, tl.where(new_ranked, rank, float("inf")), tl.where(new_ranked, t, NONE), G, BLOCK_S,
+            ranks, marks, head, searches, old, old_rank, old_position, due, due_rank, due_position,
+            target, tl.where(new_ranked, rank, float("inf")), tl.where(new_ranked, t, NONE), BLOCK_S,
         )  # fmt: skip
         tl.store(least + head, worst, mask=real)
         tl.store(seen + row, (t + 1).to(tl.int64), mask=real & (head % H == 0))
@@ -487,8 +518,10 @@ def step(
     weights, sizes = _scoring(scorer, state, log_gamma_H)
     scorers = int(sizes["MEMORY"] + sizes["PERCEPTRON"])
     parts = torch.empty(heads, splits, G, V, dtype=torch.float32, device=device)
-    stats = torch.empty(heads, splits, 2 * G + 1, dtype=torch.float32, device=device)
-    marks = torch.empty(heads, splits, 2, dtype=torch.int32, device=device)
+    searches = triton.cdiv(M, SEARCH)
+    stats = torch.empty(heads, splits, 2 * G, dtype=torch.float32, device=device)
+    ranks = torch.empty(heads, searches, dtype=torch.float32, device=device)
+    marks = torch.empty(heads, searches, 2, dtype=torch.int32, device=device)
     notes = torch.empty(heads, NOTES.value, dtype=torch.int32, device=device)
     scores = torch.empty(heads, max(1, scorers), dtype=torch.float32, device=device)
     priority_of_old = torch.empty(heads, dtype=torch.float32, device=device)
@@ -503,23 +536,24 @@ def step(
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
     )  # fmt: skip
     BLOCK_A = triton.next_power_of_2(int(sizes["A"]))
-    _attend_and_score[(heads * (scorers + splits),)](
+    _attend_and_score[(heads * (scorers + searches + splits),)](
         q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
         *weights,
-        parts, stats, marks, notes, scores, priority_of_old,
-        heads, H, M, total, split, splits, sinks, window,
+        parts, stats, ranks, marks, notes, scores, priority_of_old,
+        heads, H, M, total, split, splits, searches, sinks, window,
         **common, **sizes,
         UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A), BLOCK_E=CHANNELS,
-        BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK, BLOCK_W=min(512, triton.next_power_of_2(split)),
+        BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK, SEARCH=SEARCH,
+        BLOCK_W=min(1024, triton.next_power_of_2(M)), STAGES=STAGES,
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
-        num_warps=4 if max(D, V) <= 128 else 8,  # a wider head does not fit into the registers of 4
+        num_warps=WARPS if max(D, V) <= 128 else 8,  # a wider head does not fit into the registers of 4
     )  # fmt: skip
     _finish[(heads, G)](
         q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
         priority_of_old if isinstance(scorer, Weights) else scorer.contiguous(), log_gamma_H,
-        parts, stats, marks, notes, scores, priority_of_old, out,
-        H, M, total, splits, sinks, window, decay_step,
+        parts, stats, ranks, marks, notes, scores, priority_of_old, out,
+        H, M, total, splits, searches, sinks, window, decay_step,
         **common, SCORERS=scorers, BLOCK_P=triton.next_power_of_2(max(1, scorers)),
-        BLOCK_S=triton.next_power_of_2(splits), BLOCK_T=min(32, triton.next_power_of_2(splits)), num_warps=4,
+        BLOCK_S=triton.next_power_of_2(searches), BLOCK_T=min(32, triton.next_power_of_2(splits)), num_warps=4,
     )  # fmt: skip
     return out
