@@ -36,7 +36,8 @@ DECAY_RANGE = (-20.0 / LENGTH, -0.1 / LENGTH)
 NO_DECAY = (-2e-9, -1e-9)
 RETRIEVAL_SHARE = 0.3
 KEYS = 4
-CURVES = 16  # training sequences that budgets by head are read from
+CURVES = 16  # training sequences whose longest documents say what slots are worth
+CURVES_FILE = "curves.safetensors"
 GRACE = 30  # seconds for a checkpoint
 TASKS = ("passkey_2k", "passkey_4k", "needle_2k", "needle_4k", "needle_nll_2k", "needle_nll_4k")
 SHOWN = ("kl", "agreement", "accuracy", *TASKS)
@@ -229,18 +230,32 @@ def training_sequences(settings: dict[str, Any], data: Path, tokenizer: Any) -> 
     return pieces_of(stream, s["packing"], s["seed"]) if s["packing"] else stream
 
 
-def heads_for(settings: dict[str, Any], model: Any, stream: Any) -> dict[int, Any]:
-    """The long-range slots of every KV head under each budget, from the first training sequences; none if all are equal."""
+def curves_for(settings: dict[str, Any], model: Any, stream: Any, policy: Any = None) -> Tensor:
+    """What each slot of a KV head saves, on the first training sequences, as ``policy`` ranks tokens (None: the oracle)."""
+    from kvpop.jobs import document_curves
+
+    return document_curves(model, stream, budget_of(max(BUDGETS), settings["window"]), CURVES, policy)
+
+
+def heads_from(curves: Tensor, settings: dict[str, Any]) -> dict[int, Any]:
+    """The long-range slots of every KV head under each budget."""
     from kvpop.allocation import allocate
-    from kvpop.calibration import remaining_curves
+
+    return {b: allocate(curves, budget_of(b, settings["window"]).long) for b in BUDGETS}
+
+
+def heads_for(settings: dict[str, Any], model: Any, stream: Any, path: Path) -> dict[int, Any]:
+    """Before anything has learned: from the curves of the oracle, which all runs share at ``path``; none if heads are equal."""
+    from kvpop.allocation import read_curves, write_curves
 
     if not settings["by_head"]:
         return dict.fromkeys(BUDGETS, ())
-    device = next(model.parameters()).device
-    ids = stream.sequences.columns(range(CURVES))["input_ids"]
-    texts = [torch.as_tensor(row, dtype=torch.long, device=device) for row in ids]
-    curves = remaining_curves(model, texts, sinks=SINKS, window=settings["window"])
-    return {b: allocate(curves, budget_of(b, settings["window"]).long) for b in BUDGETS}
+    if not path.exists():
+        made = path.with_suffix(f".{os.getpid()}")
+        made.parent.mkdir(parents=True, exist_ok=True)
+        write_curves(made, curves_for(settings, model, stream))
+        made.rename(path)
+    return heads_from(read_curves(path), settings)
 
 
 def untrained(settings: dict[str, Any], heads: dict[int, Any]) -> list[Any]:
@@ -267,12 +282,12 @@ def train(
     """Train; the model to evaluate on, which has its own weights, and the entries."""
     from kvpop.adapter import changed_weights, load_policy
     from kvpop.distill import DistillConfig, distill
-    from kvpop.measure import Entry
+    from kvpop.measure import Entry, swapped
     from kvpop.policies import DMS, KVpop, Streaming
 
     s, mode = settings, settings["mode"]
     stream = training_sequences(s, data, tokenizer)
-    heads = heads_for(s, model, stream)
+    heads = heads_for(s, model, stream, out.parents[1] / CURVES_FILE)
     first = s["train_budget"] or max(BUDGETS)
     budget = budget_of(first, s["window"])
     policy: Any
@@ -330,6 +345,10 @@ def train(
         return model, [Entry(label, b, matched(model, trained, texts, b, weights), weights) for b in BUDGETS]
     if s["policy"] == "kvpop":
         plain = dataclasses.replace(trained.policy, heads=())
+        if s["by_head"]:  # shared out anew, by what the slots save where these scorers fill them
+            ranking = dataclasses.replace(trained, policy=plain)
+            with swapped(model, weights):
+                heads = heads_from(curves_for(s, model, stream, ranking), s)
         kinds = {b: dataclasses.replace(plain, budget=budget_of(b, s["window"]), heads=heads[b]) for b in BUDGETS}
         return model, [Entry(label, b, dataclasses.replace(trained, policy=kinds[b]), weights) for b in BUDGETS]
     return model, [Entry(label, b, trained.with_budget(budget_of(b, s["window"])), weights) for b in BUDGETS]
@@ -349,7 +368,8 @@ def one(name: str, options: argparse.Namespace) -> None:
     if settings["mode"]:
         model, entries = train(settings, options.data, model, tokenizer, work, options.model)
     else:
-        entries = untrained(settings, heads_for(settings, model, training_sequences(settings, options.data, tokenizer)))
+        stream = training_sequences(settings, options.data, tokenizer)
+        entries = untrained(settings, heads_for(settings, model, stream, options.out / CURVES_FILE))
     trained_seconds = time.perf_counter() - started
     rows = []
     for split, texts, prompts in (("validation", 16, 12), ("test", 40, 32)):
@@ -368,6 +388,15 @@ def one(name: str, options: argparse.Namespace) -> None:
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "command": f"python benchmarks/experiment.py run --group {name}" + given(options)}  # fmt: skip
     path.write_text(json.dumps(done))
+
+
+def curves(options: argparse.Namespace) -> None:
+    from kvpop.jobs import load_model
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_model(options.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    settings = {**DEFAULTS, "by_head": True}
+    heads_for(settings, model, training_sequences(settings, options.data, tokenizer), options.out / CURVES_FILE)
 
 
 def given(options: argparse.Namespace) -> str:
@@ -395,13 +424,18 @@ def show(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Work off the runs whose names begin with one of ``group``, some at a time; at the deadline those that train write a
-    checkpoint, and the next call goes on with them."""
-    wanted = [name for group in options.group for name in all_runs() if name.startswith(group)]
+    """Work off the runs that ``group`` names, by their whole name or what comes before a slash, some at a time; at the
+    deadline those that train write a checkpoint, and the next call goes on with them."""
+    wanted = [n for g in options.group for n in all_runs() if n == g or n.startswith(g.rstrip("/") + "/")]
     wanted = [n for n in dict.fromkeys(wanted) if not (options.out / "rows" / f"{n.replace('/', '-')}.json").exists()]
     gpus = max(1, torch.cuda.device_count())
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    if any(all_runs()[name].get("by_head") for name in wanted) and not (options.out / CURVES_FILE).exists():
+        subprocess.run(
+            [sys.executable, __file__, "curves", "--data", str(options.data), "--out", str(options.out),
+             "--model", options.model], check=True
+        )  # fmt: skip
     started, running, told = time.time(), {}, set()
     free = [gpu for _ in range(options.workers) for gpu in range(gpus)]
     while (wanted and time.time() - started < options.deadline) or running:
@@ -461,7 +495,7 @@ def collect(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", choices=["prepare", "run", "one", "show", "collect"])
+    parser.add_argument("job", choices=["prepare", "curves", "run", "one", "show", "collect"])
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--data", type=Path, default=Path("out/champ"))
     parser.add_argument("--out", type=Path, default=Path("out/experiment"))
@@ -478,6 +512,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.job == "prepare":
         prepare(options.data, options.model)
+    elif options.job == "curves":
+        curves(options)
     elif options.job == "one":
         one(options.name, options)
     elif options.job == "run":

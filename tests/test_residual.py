@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpop.budget import Budget
-from kvpop.core import residual
 from kvpop.core.residual import comparisons, residual_mass
+from kvpop.ops.residual_mass import block_mass, kernel_or_reference, reference
 
 # Shapes: N rows, R = H * G query heads, H KV heads, L longest row, C decision times, P decisions.
 
@@ -23,7 +25,7 @@ from kvpop.core.residual import comparisons, residual_mass
 def test_a_mass_is_the_sum_over_the_queries_from_there_on(
     power: float, aggregate: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(residual.ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(reference.ELEMENTS, "cpu", elements)
     N, H, G, L, D, block = 2, 2, 3, 37, 8, 5
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(N, heads, L, D, generator=generator, dtype=torch.double) for heads in (H * G, H))
@@ -45,6 +47,74 @@ def test_a_mass_is_the_sum_over_the_queries_from_there_on(
                         ]  # fmt: skip
                         total += max(sent) if aggregate == "max" else sum(sent) / G
                     assert mass[n, h, c, t] == pytest.approx(total, rel=1e-9)
+
+
+@pytest.mark.parametrize("aggregate", ["max", "mean"])
+def test_blocks_of_a_row_add_up_and_keys_that_are_not_before_one_get_nothing(aggregate: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(1, heads, 23, 8, generator=generator, dtype=torch.double) for heads in (4, 2))
+    lse, length = torch.full((1, 4, 23), 3.0, dtype=torch.double), torch.tensor([21])
+    found = block_mass(q, k, lse, length, scale=0.3, block=5, aggregate=aggregate)
+    weight_HGQT = ((q.unflatten(1, (2, 2)) @ k[:, :, None].mT)[0] * 0.3 - 3.0).exp()
+    weight_HQT = weight_HGQT.amax(1) if aggregate == "max" else weight_HGQT.mean(1)
+    for c in range(5):
+        torch.testing.assert_close(found[0, :, c, : 5 * c], weight_HQT[:, 5 * c : min(5 * c + 5, 21), : 5 * c].sum(1))
+        assert bool((found[:, :, c, 5 * c :] == 0).all())
+    whole = residual_mass(q, k, lse, length, scale=0.3, block=5, power=1.0, aggregate=aggregate)
+    torch.testing.assert_close(whole, torch.stack([found[:, :, c:].sum(2) for c in range(5)], 2))
+    one = block_mass(q, k, lse, length, scale=0.3, block=2**40, aggregate=aggregate)  # all queries of a row and more
+    assert torch.equal(one, torch.zeros(1, 2, 1, 23, dtype=torch.double))
+
+
+def test_the_masses_of_an_empty_row_are_none() -> None:
+    q = torch.zeros(2, 2, 0, 8)
+    assert block_mass(q, q, q[..., 0], torch.zeros(2, dtype=torch.long), scale=1.0, block=4).shape == (2, 2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"block": 0}, "block must be at least 1 query, got 0"),
+        ({"power": 0.0}, "power must be positive, got 0.0"),
+        ({"power": math.nan}, "power must be positive, got nan"),
+        ({"aggregate": "sum"}, "unknown aggregate 'sum': choose 'max', 'mean'"),
+        ({"impl": "flex"}, "unknown impl 'flex': choose 'reference', 'triton'"),
+        ({"impl": "triton"}, "impl='triton' needs a GPU: use impl='reference'"),
+    ],
+    ids=str,
+)
+def test_what_has_no_meaning_is_refused(wrong: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    q, length = torch.zeros(1, 2, 4, 8), torch.tensor([4])
+    options = {"scale": 1.0, "block": 2, "power": 1.0, "aggregate": "max"} | wrong
+    for mass in (block_mass, residual_mass):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            mass(q, q, q[..., 0], length, **options)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, k, lse, length = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8), torch.zeros(1, 4, 6), torch.tensor([6])
+    with pytest.raises(ValueError, match="4 query heads cannot share 3 KV heads evenly"):
+        block_mass(q, torch.zeros(1, 3, 6, 8), lse, length, scale=1.0, block=2)
+    for wrong in (
+        (q, k[..., :5, :], lse, length), (q, k[..., :7], lse, length), (q, k, lse[:, :2], length), (q, k, lse, length[0]),
+        (q, k, lse, length.repeat(2)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"shapes do not fit: q \(1, 4, 6, 8\)"):
+            block_mass(*wrong, scale=1.0, block=2)
+
+
+def test_the_kernel_is_chosen_on_a_gpu_for_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpop.ops.residual_mass.api.find_spec", lambda name: object())
+
+    def choice(device: str, dtype: torch.dtype, D: int = 64) -> str:
+        return kernel_or_reference(SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, 4, D)))  # type: ignore[arg-type]
+
+    assert all(choice("cuda", dtype) == "triton" for dtype in (torch.float32, torch.float16, torch.bfloat16))
+    for device, dtype, D in (("cuda", torch.float64, 64), ("cpu", torch.float32, 64), ("cuda", torch.bfloat16, 512)):
+        assert choice(device, dtype, D) == "reference"
+    monkeypatch.setattr("kvpop.ops.residual_mass.api.find_spec", lambda name: None)
+    assert choice("cuda", torch.bfloat16) == "reference"
 
 
 def walk(worth: Tensor, budget: Budget, block: int) -> dict[int, list[tuple[int, int, int, float]]]:

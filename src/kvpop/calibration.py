@@ -22,6 +22,7 @@ from kvpop.core.residual import residual_mass
 from kvpop.documents import Documents
 from kvpop.measure import detached_after, hidden_states, impl_for
 from kvpop.models import check_head
+from kvpop.ops.residual_mass import kernel_or_reference
 from kvpop.policies import Dense, LayerView, Policy
 from kvpop.policies.base import (
     LayerPolicy,
@@ -168,10 +169,10 @@ class Probe(LayerPolicy):
         self.seen = None
         assert out.grad is not None
         priority_1HS = self.ranking.order(q, k, v, scale, seq)
-        budgets = [Budget(sinks, window, long) for long in ranks]
-        expiry_PHS = torch.cat([sequence_expiry(priority_1HS, budget, seq.documents) for budget in budgets])
-        wide = torch.promote_types(q.dtype, torch.float32)  # what is lost is small beside what is there
         H, S = k.shape[1:3]
+        budgets = Budget(sinks, window, 0).with_heads([long for long in ranks for _ in range(H)])  # all of them at once
+        expiry_PHS = sequence_expiry(priority_1HS.repeat(1, len(ranks), 1), budgets, seq.documents).view(-1, H, S)
+        wide = torch.promote_types(q.dtype, torch.float32)  # what is lost is small beside what is there
         q_HGSD, slope_HGSD = (x[0].to(wide).unflatten(0, (H, -1)) for x in (q, out.grad))
         k_HSD, v_HSD = k[0].to(wide), v[0].to(wide)
         position_S = torch.arange(S, device=q.device)
@@ -276,8 +277,9 @@ def query_times(length: int, sinks: int, window: int, block: int) -> list[int]:
 def _curve(view: LayerView, times: list[int], block: int, sinks: int, window: int, K: int) -> Tensor:
     length_N = torch.tensor([view.k.shape[2]], device=view.k.device)
     mass_HCS = residual_mass(
-        view.q, view.k, view.lse, length_N, scale=view.scale, block=block, power=1.0, aggregate="max"
-    )[0]
+        view.q, view.k, view.lse, length_N, scale=view.scale, block=block, power=1.0, aggregate="max",
+        impl=kernel_or_reference(view.q),
+    )[0]  # fmt: skip
     total_HK = torch.zeros(mass_HCS.shape[0], K)
     for q in times:
         best = mass_HCS[:, q // block, sinks : q - window + 1].sort(dim=-1, descending=True).values

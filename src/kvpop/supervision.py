@@ -30,6 +30,7 @@ from kvpop.core.priority import static_priority
 from kvpop.core.residual import Comparisons, comparisons, residual_mass
 from kvpop.core.target import Target, floored, future_target
 from kvpop.documents import Documents
+from kvpop.ops.residual_mass import kernel_or_reference
 from kvpop.policies import LayerView, RankedLayer
 from kvpop.policies.base import cutoff_impl, dense_attention
 from kvpop.scorers import Scorer
@@ -145,6 +146,7 @@ def supervise(
         mass_NHCL = residual_mass(
             docs.to_rows(q), docs.to_rows(k), docs.to_rows(lse), docs.length_N, scale=scale, block=target.residual,
             power=target.power, aggregate=target.aggregate,
+            impl=kernel_or_reference(q) if impl == "flex" else impl,  # type: ignore[arg-type]
         )  # fmt: skip
         residual = tuple(comparisons(mass_NHCL, budget, target.residual) for budget in budgets)
     else:

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from kvpop.budget import Budget
 from kvpop.core.boundary import Decisions
+from kvpop.ops.residual_mass.api import Impl, block_mass
 
 # Shapes: N rows, R = H * G query heads, H KV heads, L longest row, D head dim, C decision times, U queries between them,
 # P decisions, K long-range slots of the heads that have most.
 
-ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
-"""Attention weights that are formed at once, by device: what caches hold, or what keeps a GPU busy."""
 EPSILON = 1e-8
 
 
@@ -41,40 +40,17 @@ class Comparisons(Decisions):
 @torch.no_grad()
 def residual_mass(
     q_NRLD: Tensor, k_NHLD: Tensor, lse_NRL: Tensor, length_N: Tensor, *, scale: float, block: int, power: float,
-    aggregate: str,
+    aggregate: str, impl: Impl = "reference",
 ) -> Tensor:  # fmt: skip
     """R [N, H, C, L] with C = ceil(L / block): entry (c, t) counts the queries from c * block on. Float32 or wider.
 
-    Only entries of tokens before query c * block mean anything. ``aggregate`` over the G query heads as in ``Target``.
+    Only entries of tokens before query c * block mean anything. ``aggregate`` over the G query heads as in ``Target``. Raises
+    ValueError as ``block_mass`` does.
     """
-    N, R, L, D = q_NRLD.shape
-    H = k_NHLD.shape[1]
-    wide = torch.promote_types(q_NRLD.dtype, torch.float32)
-    C = -(-L // block)
-    index_L = torch.arange(L, device=q_NRLD.device)
-    silent_NRL = (index_L >= length_N[:, None])[:, None] | (lse_NRL == -torch.inf)
-    lse_NHGL = lse_NRL.to(wide).masked_fill(silent_NRL, torch.inf).view(N, H, R // H, L)
-    q_NHGLD = q_NRLD.view(N, H, R // H, L, D)
-    at_once = max(1, ELEMENTS.get(q_NRLD.device.type, 1 << 22) // max(1, N * R * L * block)) * block
-    mass_NHCL = q_NRLD.new_zeros(N, H, C, L, dtype=wide)
-    for start in range(0, L, at_once):
-        stop = min(start + at_once, L)
-        part = _block_sums(
-            q_NHGLD[..., start:stop, :], k_NHLD[:, :, None, :stop], lse_NHGL[..., start:stop], scale, block, power,
-            aggregate == "max",
-        )  # fmt: skip
-        mass_NHCL[:, :, start // block : start // block + part.shape[2], :stop] = part
+    mass_NHCL = block_mass(
+        q_NRLD, k_NHLD, lse_NRL, length_N, scale=scale, block=block, power=power, aggregate=aggregate, impl=impl
+    )
     return mass_NHCL.flip(2).cumsum_(2).flip(2)
-
-
-def _block_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, block: int, power: float, largest: bool) -> Tensor:
-    logit = (q @ k.mT).to(lse.dtype) * scale - lse[..., None]
-    weight_NHGQT = (logit * power).exp()
-    weight_NHQT = weight_NHGQT.amax(2) if largest else weight_NHGQT.mean(2)
-    Q = weight_NHQT.shape[2]
-    if Q % block:
-        weight_NHQT = torch.nn.functional.pad(weight_NHQT, (0, 0, 0, block - Q % block))
-    return weight_NHQT.unflatten(2, (-1, block)).sum(3)
 
 
 @torch.no_grad()
