@@ -14,7 +14,9 @@ from kvpop.bench import POLICIES, DecodeSettings, Decoding, decode_rows, largest
 from kvpop.budget import Budget, dense_bytes
 from kvpop.cache import BoundedCache
 from kvpop.cli import app
+from kvpop.cli.bench import command_of
 from kvpop.plots import decode as figures
+from kvpop.projections import FusedLinear
 from tests.tiny import tiny_model
 
 BUDGET = Budget(sinks=2, window=8, long=22)
@@ -155,8 +157,9 @@ def test_every_policy_has_its_rows(model) -> None:
         assert row["ms_per_token"] > 0
         assert row["spread"] >= 0
         assert row["ratio"] == row["ms_per_token"] / row["floor_ms"]
-        assert (row["step"], row["peak_gb"]) == ("eager", None)
-        assert (row["logit_error"] is None) == (row["policy"] in ("dense-eager", "dms"))
+        plain = row["policy"] == "dense-eager"
+        assert (row["step"], row["peak_gb"]) == ("eager" if plain else "eager, fused", None)
+        assert (row["logit_error"] is None) == plain
         if row["policy"] in bench.DENSE:
             read = weights - table + dense_bytes(row["seen"], rows=row["batch"], **cell)
             assert row["floor_ms"] == pytest.approx(read / 1e6)
@@ -184,16 +187,22 @@ def traced(monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
 
 
-def test_compiled_layers_do_what_plain_ones_do(model, traced) -> None:
-    chosen = settings(policies=("dense-static", "kvpop-mlp"), batches=(2,), compiled=True)
+@pytest.mark.parametrize(("how", "step"), [
+    ({}, "compiled, fused"), ({"fuse": False}, "compiled"), ({"tune": "gemv"}, "compiled, tuned (gemv), fused"),
+    ({"tune": "max", "fuse": False}, "compiled, tuned (max)"),
+])  # fmt: skip
+def test_compiled_layers_do_what_plain_ones_do(model, traced, how: dict[str, object], step: str) -> None:
+    chosen = settings(policies=("dense-static", "kvpop-mlp"), batches=(2,), compiled=True, **how)
+    assert {"fuse": True, "tune": "none", **how}.items() <= chosen.identity().items()
     rows = list(decode_rows(model, chosen, set(), speed=1e9))
-    assert [row["step"] for row in rows] == ["compiled"] * 4
+    assert [row["step"] for row in rows] == [step] * 4
     assert all(row["logit_error"] < 1e-4 for row in rows)
-    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
+    assert all(part._compiled_call_impl is None for part in (*model.model.layers, model.model.norm))
+    assert not any(isinstance(module, FusedLinear) for module in model.modules())
 
 
 def test_a_fast_step_that_does_something_else_is_an_error(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(model) -> None:
+    def spoil(model, tune: str) -> None:
         attention_modules(model)[0].scaling *= 1.5
 
     monkeypatch.setattr(bench, "compile_layers", spoil)
@@ -315,6 +324,8 @@ def test_the_command_writes_rows_and_figure_and_goes_on_where_it_stopped(
     assert (report["settings"]["long"], report["settings"]["dtype"]) == (22, "float32")
     assert str(tmp_path) not in json.dumps(report)
     assert "--policy streaming --policy dense-static --batch 2 --seen 40 --seen 70" in report["command"]
+    assert (report["settings"]["fuse"], report["settings"]["tune"]) == (True, "none")
+    assert "--fuse --tune none" in report["command"]
     assert "dense-static, batch 2, 70 seen:" in done.stderr
     assert (tmp_path / "o" / "decode.png").read_bytes().startswith(b"\x89PNG")
     again = call(*small, *some)
@@ -326,6 +337,7 @@ def test_the_command_writes_rows_and_figure_and_goes_on_where_it_stopped(
     for options, message in (
         (["--steps", 4], "holds results with steps 3, not 4: give another --out"),
         (["--window", 9], "holds results with window 8, not 9"),
+        (["--no-fuse"], "holds results with fuse True, not False"),
         (["--seen", 700], "holds a static cache of 128 slots, not 768"),
     ):
         other = call(*small, *options)
@@ -345,6 +357,8 @@ def test_the_command_writes_rows_and_figure_and_goes_on_where_it_stopped(
     (["--batch", 0], "batch must be at least 1 row, got 0"),
     (["--steps", 1], "steps must be at least 2, got 1"),
     (["--window", 0], "Budget.window must be at least 1, got 0"),
+    (["--compile", "--tune", "most"], "tune must be one of none, gemv, gemv-apart, max, got 'most'"),
+    (["--tune", "gemv"], "tune gemv is for compiled layers: compile them, or leave it out"),
     (["--out", __file__], "is a file: results need a directory"),
 ])  # fmt: skip
 def test_bad_options_are_named_before_anything_runs(small, tmp_path, options: list[object], message: str) -> None:
@@ -352,6 +366,13 @@ def test_bad_options_are_named_before_anything_runs(small, tmp_path, options: li
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert not (tmp_path / "o").exists()
+
+
+def test_a_command_says_what_was_turned_off() -> None:
+    assert (
+        command_of({"fuse": False, "compiled": False, "fit_static": False})
+        == "kvpop bench decode --no-fuse --no-compile"
+    )
 
 
 def test_the_library_checks_its_settings() -> None:

@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from kvpop.attachment import attach, cache_argument, detach
 from kvpop.budget import Budget, dense_bytes
 from kvpop.cache import BoundedCache
-from kvpop.capture import WARM, capture, compile_layers, plain_layers
+from kvpop.capture import WARM, Captured, Tune, capture, check_tune, compile_layers, plain_layers
 from kvpop.policies import DMS, KVpop, Policy, Streaming
+from kvpop.projections import fuse, unfuse
 from kvpop.scorers import ConstantScorer
 from kvpop.slots import FAR, PagedSlots, RankedSlots, Slots
 
@@ -54,8 +55,9 @@ ALLOWED = {2: 0.1, 4: 1e-3}
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """What is measured. ``model`` is its name only. ``fit_static``: the static cache is as long as a row of results needs,
-    instead of one for the longest. ``most``: the largest batch that is tried. Raises ValueError for what cannot run."""
+    """What is measured. ``model`` is its name only. ``fuse``: projections of one input are one product where steps have a fixed
+    size. ``tune``: of compiled layers (``capture.TUNES``). ``fit_static``: the static cache is as long as a row of results
+    needs, instead of one for the longest. ``most``: the largest batch that is tried. Raises ValueError for what cannot run."""
 
     model: str
     policies: tuple[str, ...]
@@ -65,6 +67,8 @@ class DecodeSettings:
     layers: int | None = None
     steps: int = 50
     compiled: bool = False
+    fuse: bool = True
+    tune: Tune = "none"
     fit_static: bool = False
     most: int = 4096
 
@@ -76,6 +80,9 @@ class DecodeSettings:
             raise ValueError(f"batch must be at least 1 row, got {min(self.batches)}")
         if self.steps < 2:
             raise ValueError(f"steps must be at least 2, got {self.steps}")
+        check_tune(self.tune)
+        if self.tune != "none" and not self.compiled:
+            raise ValueError(f"tune {self.tune} is for compiled layers: compile them, or leave it out")
         slots, most = self.budget.slots, FAR // 2
         for seen in self.seen:
             if not slots <= seen <= most:
@@ -88,7 +95,7 @@ class DecodeSettings:
     def identity(self) -> dict[str, Any]:
         """What rows of one file have in common."""
         sizes = {name: value for name, value in asdict(self.budget).items() if name != "heads" or value}
-        return {name: getattr(self, name) for name in ("model", "layers", "steps", "compiled")} | sizes
+        return {name: getattr(self, name) for name in ("model", "layers", "steps", "compiled", "fuse", "tune")} | sizes
 
 
 def random_model(shape: str, layers: int | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -203,11 +210,13 @@ def heads_of(model: PreTrainedModel) -> dict[str, int]:
 class Decoding:
     """A model, the cache of a policy, and greedy steps at fixed addresses; ``prepare`` makes them fast where that is possible.
 
-    ``static_length``: slots of the static cache. Dense policies raise ValueError for models with sliding layers.
+    ``ahead``: how many steps a paged store has pages for after it was filled. ``static_length``: slots of the static cache. Dense policies raise ValueError for models with sliding layers.
     """
 
-    def __init__(self, model: PreTrainedModel, policy: str, rows: int, slots: int, static_length: int) -> None:
-        self.model, self.rows, self.slots, self.device = model, rows, slots, model.device
+    def __init__(
+        self, model: PreTrainedModel, policy: str, rows: int, slots: int, static_length: int, ahead: int = 128
+    ) -> None:  # fmt: skip
+        self.model, self.rows, self.slots, self.device, self.ahead = model, rows, slots, model.device, ahead
         self.name = cache_argument(model)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
         self.position = torch.zeros_like(self.ids)
@@ -230,11 +239,15 @@ class Decoding:
 
     @torch.no_grad()
     def fill(self, seen: int) -> None:
-        """As though ``seen`` tokens a row had been taken in: the same ones at every call."""
+        """As though ``seen`` tokens a row had been taken in: the same ones at every call. Where a captured step reads memory that
+        had to move for it, the step is captured anew."""
         generator = torch.Generator(self.device).manual_seed(seen)
         if isinstance(self.cache, BoundedCache):
             for store in self.cache.stores:
                 fill_store(store, seen, self.slots, generator)
+            if self.cache.reserve(self.ahead) and isinstance(self.run, Captured):
+                self.run = capture(self.step)
+                self.fill(seen)
         else:
             for layer in self.cache.layers:
                 if not isinstance(self.cache, StaticCache):
@@ -258,19 +271,22 @@ class Decoding:
         self.position += 1
         return logits
 
-    def prepare(self, seen: int, compiled: bool) -> float | None:
-        """Compile the layers and, on a GPU, capture the step as one graph. None for caches that allow neither.
+    def prepare(self, seen: int, compiled: bool, fused: bool = False, tune: Tune = "none") -> float | None:
+        """Fuse projections, compile the layers and, on a GPU, capture the step as one graph. None for caches that allow neither
+        of the latter, and steps as they are.
 
         Returns how far the logits of the fast step are from those of the plain one (root mean square, relative). Raises
         RuntimeError if that is more than rounding.
         """
+        self.fill(seen)
         if not self.cache.is_compileable:
             return None
-        self.fill(seen)
         expected = self.step().float()
         if compiled:
-            compile_layers(self.model)
-            self.how = "compiled"
+            compile_layers(self.model, tune)
+            self.how = "compiled" if tune == "none" else f"compiled, tuned ({tune})"
+        if fused and fuse(self.model):
+            self.how += ", fused"
         if self.device.type == "cuda":
             captured = capture(self.step)
             self.run, self.peak, self.how = captured, captured.peak, f"{self.how}, one graph"
@@ -338,9 +354,10 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def release(model: PreTrainedModel) -> None:
-    """Take off policy and compiled layers, and let go of memory that nothing refers to any more."""
+    """Take off policy, compiled layers and fused projections, and let go of memory that nothing refers to any more."""
     detach(model)
     plain_layers(model)
+    unfuse(model)
     if model.device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -354,8 +371,8 @@ def rows_of(
     if policy not in DENSE:
         attach(model, make_policy(policy, settings.budget, max(settings.seen)))
     static_length = settings.static_length(max(lengths))
-    decoding = Decoding(model, policy, batch, settings.budget.slots, static_length)
-    error = decoding.prepare(lengths[0], settings.compiled)
+    decoding = Decoding(model, policy, batch, settings.budget.slots, static_length, 2 * (WARM + settings.steps))
+    error = decoding.prepare(lengths[0], settings.compiled, settings.fuse, settings.tune)
     for seen in lengths:
         decoding.fill(seen)
         times = decoding.times(settings.steps)
@@ -421,7 +438,7 @@ def largest_rows(
     """Tokens a second at the largest batch that fits, a row for each policy and length: found with few plain steps, then
     measured, with fewer rows if need be. ``done`` says -1 for the batch."""
     settings = replace(settings, fit_static=True)
-    short = replace(settings, steps=2, compiled=False)
+    short = replace(settings, steps=2, compiled=False, tune="none")
     for policy, seen in product(settings.policies, settings.seen):
         if (policy, -1, seen) in done:
             continue

@@ -45,7 +45,7 @@ class BoundedLayer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        return self.policy.bounded and not self.rollback
+        return (self.policy.bounded or (self.slots is not None and self.slots.fixed)) and not self.rollback
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedLayer:
         """A copy with its own store, for the same model: the policy and its scorer are shared."""
@@ -240,6 +240,19 @@ class BoundedCache(Cache):
                 shape = (rows, layer.policy.shape.kv_heads, 0, layer.policy.shape.head_dim)
                 like = layer.weight.detach().new_empty(shape)
                 layer.lazy_initialization(like, like)
+
+    def reserve(self, tokens: int) -> bool:
+        """Give paged stores (DMS) pages for the next ``tokens`` steps, which can be captured then: ``is_compileable``.
+
+        Call it again before ``tokens`` steps are over and after rows were moved about; 0 undoes it. Returns whether memory has
+        moved since the last call, so that a step must be captured again. Asks the device. Other stores do nothing here.
+
+        Raises ValueError for tokens < 0 and for a cache without stores (``allocate`` first), RuntimeError if more steps were
+        made than were reserved, torch.OutOfMemoryError if memory runs out.
+        """
+        if not self.stores:
+            raise ValueError("a cache that was never used has no stores: allocate(rows) first")
+        return any([store.reserve(tokens) for store in self.stores])
 
     @property
     def bounded_layers(self) -> list[BoundedLayer]:

@@ -171,24 +171,23 @@ class Probe(LayerPolicy):
         priority_1HS = self.ranking.order(q, k, v, scale, seq)
         H, S = k.shape[1:3]
         budgets = Budget(sinks, window, 0).with_heads([long for long in ranks for _ in range(H)])  # all of them at once
-        expiry_PHS = sequence_expiry(priority_1HS.repeat(1, len(ranks), 1), budgets, seq.documents).view(-1, H, S)
+        expiry_1XS = sequence_expiry(priority_1HS.repeat(1, len(ranks), 1), budgets, seq.documents)
+        expiry_HSP = expiry_1XS.view(-1, H, S).permute(1, 2, 0).contiguous()
         wide = torch.promote_types(q.dtype, torch.float32)  # what is lost is small beside what is there
         q_HGSD, slope_HGSD = (x[0].to(wide).unflatten(0, (H, -1)) for x in (q, out.grad))
         k_HSD, v_HSD = k[0].to(wide), v[0].to(wide)
         position_S = torch.arange(S, device=q.device)
-        total_PH = torch.zeros(len(ranks), H, dtype=torch.double, device=q.device)
+        total_HP = torch.zeros(H, len(ranks), dtype=torch.double, device=q.device)
         for now_Q in position_S.split(QUERIES):
             seen = int(now_Q[-1]) + 1
             weight_HQGT = (q_HGSD[:, :, now_Q].transpose(1, 2) @ k_HSD[:, None, :seen].mT).mul_(scale)
             weight_HQGT.masked_fill_((position_S[:seen] > now_Q[:, None])[None, :, None], -torch.inf)
             weight_HQGT = weight_HQGT.softmax(-1)
             gain_HQGT = weight_HQGT * (slope_HGSD[:, :, now_Q].transpose(1, 2) @ v_HSD[:, None, :seen].mT)
-            dense_HQG = gain_HQGT.sum(-1)
-            for total_H, expiry_HS in zip(total_PH, expiry_PHS):
-                held_HQT1 = (expiry_HS[:, None, :seen] > now_Q[:, None]).to(wide)[..., None]
-                lost_HQG = (gain_HQGT @ held_HQT1 / (weight_HQGT @ held_HQT1))[..., 0] - dense_HQG
-                total_H += lost_HQG.double().sum(-1).square().sum(-1)
-        return (total_PH / (2 * S)).T.cpu()
+            held_HQTP = (expiry_HSP[:, None, :seen] > now_Q[:, None, None]).to(wide)
+            lost_HQGP = gain_HQGT @ held_HQTP / (weight_HQGT @ held_HQTP) - gain_HQGT.sum(-1)[..., None]
+            total_HP += lost_HQGP.double().sum(2).square().sum(1)
+        return (total_HP / (2 * S)).cpu()
 
     def new_slots(self, k: Tensor, v: Tensor) -> Slots:
         raise ValueError("a probe looks at texts that are given, it generates none")

@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from kvpop.projections import fuse, unfuse
 
 WARM = 3
 """Steps before a capture: what compiles, allocates or tunes itself does so in these."""
 COMPILE: dict[str, Any] = {"dynamic": False, "fullgraph": True}
+Tune = Literal["none", "gemv", "gemv-apart", "max"]
+TUNES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "gemv": {"coordinate_descent_tuning": True},
+    "gemv-apart": {"coordinate_descent_tuning": True, "realize_opcount_threshold": 8},
+    "max": {"coordinate_descent_tuning": True, "max_autotune": True},
+}
+"""Options of inductor; none needs a ``mode``. With coordinate descent it turns products of one row into reductions, into which
+it draws the norm or activation before them, computed anew by each program; ``gemv-apart`` computes those once. Launch sizes are
+tried one after the other when a kernel first runs, of one layer: the others find kernels and sizes in caches. ``max``, which is
+the mode max-autotune-no-cudagraphs, also tries Triton against cuBLAS for products of several rows."""
 
 
 @dataclass
@@ -49,27 +62,46 @@ def capture(step: Callable[[], Tensor]) -> Captured:
 
 
 @contextmanager
-def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Decoder layers are compiled, each by itself, for the calls inside."""
-    compile_layers(model)
+def compiled_layers(model: PreTrainedModel, *, tune: Tune = "none", fused: bool = False) -> Iterator[None]:
+    """Decoder layers are compiled, each by itself, for the calls inside; with ``fused`` projections. What is captured inside
+    may be replayed afterwards."""
     try:
+        compile_layers(model, tune)
+        if fused:
+            fuse(model)
         yield
     finally:
         plain_layers(model)
+        if fused:
+            unfuse(model)
 
 
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each decoder layer by itself, for all calls until ``plain_layers``."""
-    layers = model.get_decoder().layers
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(layers))
-    for layer in layers:
-        layer.compile(**COMPILE)
+def compile_layers(model: PreTrainedModel, tune: Tune = "none") -> None:
+    """Compile each decoder layer by itself, and the norm behind them, for all calls until ``plain_layers``. ``tune``: how much
+    time that may take (``TUNES``). Raises ValueError for a way that there is not."""
+    check_tune(tune)
+    parts = _parts(model)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(parts))
+    for part in parts:
+        part.compile(**COMPILE, options=TUNES[tune] or None)
 
 
 def plain_layers(model: PreTrainedModel) -> None:
     """Undo ``compile_layers``."""
-    layers = [layer for layer in model.get_decoder().layers if layer._compiled_call_impl is not None]
-    for layer in layers:
-        layer._compiled_call_impl = None
-    if layers:
+    parts = [part for part in _parts(model) if part._compiled_call_impl is not None]
+    for part in parts:
+        part._compiled_call_impl = None
+    if parts:
         torch._dynamo.reset()
+
+
+def check_tune(tune: str) -> None:
+    """ValueError for a way to tune that there is not."""
+    if tune not in TUNES:
+        raise ValueError(f"tune must be one of {', '.join(TUNES)}, got {tune!r}")
+
+
+def _parts(model: PreTrainedModel) -> list[nn.Module]:
+    decoder = model.get_decoder()
+    norm = getattr(decoder, "norm", None)
+    return [*decoder.layers, *([norm] if isinstance(norm, nn.Module) else [])]

@@ -50,6 +50,12 @@ def decode(
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile decoder layers (on a GPU).")
     ] = None,
+    fuse: Annotated[
+        bool, typer.Option("--fuse/--no-fuse", help="One product for q, k and v, and one for gate and up.")
+    ] = True,
+    tune: Annotated[
+        str, typer.Option(help="How compiled layers are tuned: none, gemv or gemv-apart (batch 1), or max.")
+    ] = "none",
     fit_static: Annotated[
         bool, typer.Option("--fit-static", help="A static cache as long as a row needs, not one for the longest.")
     ] = False,
@@ -87,6 +93,8 @@ def decode(
         layers=layers,
         steps=steps,
         compiled=place.type == "cuda" if compiled is None else compiled,
+        fuse=fuse,
+        tune=tune,  # type: ignore[arg-type]  # checked there
         fit_static=fit_static,
     )
     report = opened(out / RESULTS, settings, place, precision, command_of(context.params))
@@ -118,7 +126,7 @@ def command_of(params: dict[str, Any]) -> str:
     said = ["kvpop bench decode"]
     for name, value in params.items():
         flag = {"compiled": "compile"}.get(name, name).replace("_", "-")
-        if name in UNSAID or value is None or (value is False and name != "compiled"):
+        if name in UNSAID or value is None or (value is False and name not in ("compiled", "fuse")):
             continue
         if isinstance(value, bool):
             said.append(f"--{flag}" if value else f"--no-{flag}")

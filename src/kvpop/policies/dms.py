@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpop.documents import Documents
+from kvpop.ops.paged_step.api import MLPGate
 from kvpop.ops.sparse_attention.api import NEVER, sparse_attention
 from kvpop.policies.base import GateSampling, LayerPolicy, LayerShape, LayerView, Policy, SequencePass
 from kvpop.scorers import MLPScorer
@@ -62,6 +63,11 @@ class DMSLayer(LayerPolicy):
         """See ``slots.paged.Gate``."""
         return self.attended_query(q, k.shape[1]), self.logits(q, k, v) > self.recipe.threshold
 
+    def step_weights(self) -> MLPGate | None:
+        """The gate as kernels run it; None if they cannot, and ``decide`` has to."""
+        weights = None if self.scorer is None else self.scorer.step_weights()
+        return None if weights is None else MLPGate(weights, self.recipe.offset, self.recipe.threshold)
+
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
         """Hard gates, or with ``seq.gates`` relaxed ones.
 
@@ -104,7 +110,7 @@ class DMSLayer(LayerPolicy):
 
     def new_slots(self, k: Tensor, v: Tensor) -> Slots:
         lag = 1 if self.recipe.emitted_by == "next" else 0
-        return PagedSlots(self.recipe.window, self.recipe.sinks, self.decide, lag, k, v)
+        return PagedSlots(self.recipe.window, self.recipe.sinks, self.decide, lag, k, v, weights=self.step_weights)
 
     def check_rollback(self) -> None:
         raise ValueError("DMS cannot roll back: a token whose gate is closed is gone once it has left the window")

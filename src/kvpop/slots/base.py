@@ -39,6 +39,8 @@ class Slots(ABC):
     reach = 0
     """How many of the last tokens can be taken back."""
     chunk: int = CHUNK
+    fixed = False
+    """Whether a store without a bound has what the next steps need, in memory that stays where it is: see ``reserve``."""
 
     @torch.no_grad()
     def attend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, valid_Bn: Tensor | None, scale: float) -> Tensor:
@@ -142,6 +144,11 @@ class Slots(ABC):
     def crop(self, tokens: int) -> None:
         """Take back the last ``tokens`` tokens of every row, padding counted. At most ``undoable`` of them."""
         raise ValueError(f"{type(self).__name__} cannot roll back {tokens} tokens")
+
+    def reserve(self, tokens: int) -> bool:
+        """Give a paged store what the next ``tokens`` steps need; whether memory has moved since the last call. Others need
+        nothing, or (dense) get nothing."""
+        return False
 
     def pin(self, spans_BP2: Tensor) -> None:
         """Never drop the tokens whose positions lie in one of a row's half-open spans [start, stop)."""

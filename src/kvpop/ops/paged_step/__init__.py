@@ -1,0 +1,3 @@
+from kvpop.ops.paged_step.api import MLPGate, Pages, Ring, everything, step
+
+__all__ = ["MLPGate", "Pages", "Ring", "everything", "step"]

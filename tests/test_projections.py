@@ -1,0 +1,383 @@
+"""Projections of one input as one product: equal outputs, no memory, nothing stale, and models that are left alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM
+
+from kvpop import capture
+from kvpop.attachment import attach, detach
+from kvpop.budget import Budget
+from kvpop.cache import BoundedCache
+from kvpop.capture import TUNES, compile_layers, compiled_layers, plain_layers
+from kvpop.policies import KVpop
+from kvpop.projections import FusedLinear, fuse, fused, unfuse
+from tests.test_cache import feed, text
+from tests.tiny import family_model, tiny_model
+
+NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def model(request):
+    return tiny_model(request.param, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def modules(model, layer: int = 0) -> list[nn.Linear]:
+    return [model.model.layers[layer].get_submodule(name) for name in NAMES]
+
+
+def logits(model, rows: int = 2, length: int = 11) -> torch.Tensor:
+    with torch.no_grad():
+        return model(text(rows, length), use_cache=False).logits
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def products(model, call) -> int:
+    """Matrix products of a call in layers."""
+    found = []
+    original = torch.nn.functional.linear
+
+    def counted(*args):
+        found.append(args[1].shape)
+        return original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", counted)
+        call()
+    return len(found)
+
+
+def storages(model) -> dict[int, int]:
+    found = [p.untyped_storage() for p in model.parameters()]
+    return {s.data_ptr(): s.nbytes() for s in found}
+
+
+# Equality.
+
+
+@pytest.mark.parametrize("length", [1, 11])
+def test_fused_projections_give_what_plain_ones_give_in_fewer_products(model, length: int) -> None:
+    expected = logits(model, length=length)
+    plain = products(model, lambda: logits(model, length=length))
+    assert fuse(model) == 4
+    close(logits(model, length=length), expected)
+    assert plain - products(model, lambda: logits(model, length=length)) == 2 * 3
+    assert all(m.group.stash is None for m in modules(model))
+    unfuse(model)
+    assert torch.equal(logits(model, length=length), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers_are_one_graph_each_with_fused_projections(model, backend: str, monkeypatch) -> None:
+    monkeypatch.setitem(capture.COMPILE, "backend", backend)
+    expected = logits(model)
+    with compiled_layers(model, fused=True):
+        for _ in range(2):
+            close(logits(model), expected)
+        assert all(type(m) is FusedLinear and m.group.stash is None for m in modules(model))
+    assert all(type(m) is nn.Linear for m in modules(model))
+    assert torch.equal(logits(model), expected)
+
+
+def test_inductor_takes_them(model) -> None:
+    expected = logits(model)
+    with compiled_layers(model, fused=True):
+        close(logits(model), expected)
+
+
+def test_a_graph_has_the_fused_products_and_returns_no_stash(model, monkeypatch) -> None:
+    graphs = []
+
+    def backend(graph, inputs, **_):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setitem(capture.COMPILE, "backend", backend)
+    with compiled_layers(model, fused=True):
+        logits(model)
+    assert [sum("linear" in str(n.target) for n in graph.graph.nodes) for graph in graphs] == [4, 0]  # layers, the norm
+    for graph in graphs:
+        (returned,) = (n for n in graph.graph.nodes if n.op == "output")
+        assert len(returned.args[0]) == 1
+
+
+def test_a_compiled_layer_follows_when_projections_are_fused_and_taken_apart(model) -> None:
+    found, mlp, x = [], model.model.layers[0].mlp, torch.randn(2, 3, 24)
+
+    def backend(graph, inputs):
+        found.append(sum("linear" in str(n.target) for n in graph.graph.nodes))
+        return graph.forward
+
+    mlp.compile(backend=backend, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        expected = mlp(x)
+        for change in (fuse, unfuse, fuse):
+            change(model)
+            close(mlp(x), expected)
+    assert found == [3, 2]
+
+
+def test_decoding_with_a_policy_is_the_same(model, monkeypatch) -> None:
+    monkeypatch.setitem(capture.COMPILE, "backend", "eager")
+    attach(model, KVpop(Budget(2, 8, 8)))
+    plain, together = BoundedCache(model), BoundedCache(model)
+    ids = text(2, 40)
+    for cache in (plain, together):
+        feed(model, cache, ids[:, :25])
+    for t in range(25, 40):
+        with torch.no_grad():
+            expected = feed(model, plain, ids[:, t : t + 1])
+            with fused(model) if t % 2 else compiled_layers(model, fused=True):
+                close(feed(model, together, ids[:, t : t + 1]), expected)
+    assert plain.held_positions() == together.held_positions()
+    detach(model)
+
+
+def test_biases_are_fused_too() -> None:
+    model = family_model("Llama", dtype=torch.float32, attention_bias=True, mlp_bias=True)
+    expected, before = logits(model), storages(model)
+    assert fuse(model) == 4
+    close(logits(model), expected)
+    assert sum(storages(model).values()) == sum(before.values())
+    group = modules(model)[1].group
+    assert group.bias_F.shape == (sum(group.sizes),)
+
+
+# Memory, names, identity.
+
+
+def test_weights_are_views_of_one_tensor_and_no_byte_is_added(model) -> None:
+    own, before, names = dict(model.named_parameters()), storages(model), [set(vars(m)) for m in modules(model)]
+    fuse(model)
+    q, k, v, gate, up = modules(model, 1)
+    assert {m.weight.untyped_storage().data_ptr() for m in (q, k, v)} == {q.group.weight_FE.data_ptr()}
+    assert {m.weight.untyped_storage().data_ptr() for m in (gate, up)} == {gate.group.weight_FE.data_ptr()}
+    assert torch.equal(q.group.weight_FE, torch.cat([q.weight, k.weight, v.weight]))
+    after = storages(model)
+    assert (len(after), sum(after.values())) == (len(before) - 6, sum(before.values()))
+    unfuse(model)
+    assert storages(model) == after  # nothing moves, so that what was captured goes on reading
+    fuse(model)
+    assert storages(model) == after
+    assert fuse(model) == 4
+    for name, p in model.named_parameters():
+        assert p is own[name]
+        assert p.is_contiguous()
+    unfuse(model)
+    assert [set(vars(m)) for m in modules(model)] == names
+
+
+def test_names_saving_and_loading_go_on_as_before(model, tmp_path) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = logits(model)
+    fuse(model)
+    state = model.state_dict()
+    assert list(state) == list(before)
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+    model.save_pretrained(tmp_path / "saved")
+    close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), expected)
+    model.load_state_dict({name: 1.5 * value for name, value in before.items()})  # in place: seen at once
+    fused_logits = logits(model)
+    assert all(type(m) is FusedLinear for m in modules(model))
+    unfuse(model)
+    close(fused_logits, logits(model))
+    assert not torch.allclose(fused_logits, expected)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_has_its_own_weights_and_is_plain(model, how: str) -> None:
+    fuse(model)
+    expected = logits(model)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        torch.save(model, stream := io.BytesIO())
+        other = torch.load(io.BytesIO(stream.getvalue()), weights_only=False)
+    with torch.no_grad():
+        modules(model)[1].weight.zero_()
+        modules(model)[4].weight.zero_()
+    close(logits(other), expected)
+    assert fuse(other) == 4
+    close(logits(other), expected)
+
+
+# Nothing stale.
+
+
+def test_an_output_is_taken_by_the_same_tensor_once(model) -> None:
+    q, k, v, _, _ = modules(model)
+    x, y = torch.randn(2, 3, 24), torch.randn(2, 3, 24)
+    with torch.no_grad():
+        expected = {(m, i): m(z) for m in (q, k, v) for i, z in enumerate((x, y))}
+        fuse(model)
+
+        def check(*calls) -> None:
+            for module, i in calls:
+                close(module((x, y)[i]), expected[module, i])
+
+        check((k, 0), (v, 0), (q, 0), (k, 1), (v, 0))
+        assert q.group.stash is None
+        check((v, 0), (k, 0), (q, 0), (q, 1), (k, 0), (v, 1), (v, 1), (k, 1))
+        q(x)
+        close(k(x.clone()), expected[k, 0])
+        q(x)
+        x.mul_(2)
+        close(k(x), 2 * expected[k, 0])
+        q(x)
+        k.weight.mul_(3)
+        close(k(x), 6 * expected[k, 0])
+        with torch.inference_mode():
+            z = torch.randn(2, 3, 24)
+            q(z)
+            z.zero_()  # nobody counts the changes of such a tensor
+            assert not k(z).any()
+
+
+@pytest.mark.parametrize("how", ["data", "parameter", "assign", "to", "parametrised"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_parameter_that_is_replaced_or_moved_ends_its_group(model, how: str, compiled: bool) -> None:
+    if compiled and how == "data":
+        pytest.skip("compiled layers do not see it: documented")
+    fuse(model)
+    k = modules(model)[1]
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile(backend="eager", fullgraph=True, dynamic=False)
+    logits(model)
+    if how == "data":
+        k.weight.data = 2 * k.weight.data
+    elif how == "parameter":
+        k.weight = nn.Parameter(2 * k.weight.data)
+    elif how == "assign":
+        model.load_state_dict({n: 2 * p for n, p in model.state_dict().items()}, assign=True)
+    elif how == "to":
+        model.double()
+    else:
+        parametrize.register_parametrization(k, "weight", Twice(), unsafe=True)
+    found = logits(model)
+    for layer in model.model.layers:
+        layer._compiled_call_impl = None
+    if how != "parametrised":
+        assert type(k) is nn.Linear or how == "data"
+    unfuse(model)
+    close(found, logits(model))
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_training_is_not_affected(model) -> None:
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(text(2, 9), use_cache=False).logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    fuse(model)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    found = logits(model)
+    unfuse(model)
+    close(found, logits(model))
+    close(found, logits(model))
+
+
+def test_a_no_op_move_keeps_the_groups(model) -> None:
+    fuse(model)
+    model.to("cpu").float().eval()
+    assert all(type(m) is FusedLinear for m in modules(model))
+
+
+# Left alone.
+
+
+def test_modules_that_are_not_plain_are_left_alone(model) -> None:
+    first, second = model.model.layers
+    first.self_attn.k_proj.register_forward_hook(lambda *_: None)
+    first.mlp.up_proj.forward = lambda x: x  # type: ignore[method-assign]
+    second.self_attn.q_proj = nn.Sequential(second.self_attn.q_proj)
+    second.mlp.gate_proj.weight = second.mlp.up_proj.weight
+    assert fuse(model) == 0
+    assert all(not isinstance(m, FusedLinear) for m in model.modules())
+
+
+def test_tensors_that_do_not_go_together_are_left_alone(model) -> None:
+    first, second = model.model.layers
+    first.self_attn.v_proj.bias = nn.Parameter(torch.zeros(16))
+    first.mlp.double()
+    first.mlp.up_proj.float()
+    second.self_attn.k_proj.to("meta")
+    second.mlp.up_proj.weight.data = torch.randn(24, 48).t()
+    assert fuse(model) == 0
+
+
+def test_shared_layers_and_storages_are_left_alone(model) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    model.model.layers[1].self_attn.q_proj.weight.data = model.model.layers[1].self_attn.o_proj.weight.data.t()[:]
+    assert fuse(model) == 1
+    assert type(model.model.layers[0].self_attn.q_proj) is FusedLinear
+
+
+def test_lora_is_left_alone_and_may_come_later(model) -> None:
+    peft = pytest.importorskip("peft")
+    expected = logits(model)
+    fuse(model)
+    config = peft.LoraConfig(target_modules=["k_proj", "gate_proj"], r=2)
+    wrapped = peft.get_peft_model(model, config)
+    close(logits(wrapped), expected)
+    unfuse(model)
+    assert fuse(model) == 0
+
+
+@pytest.mark.parametrize("family", ["Phi3", "Gemma3Text", "Qwen3Moe", "GptOss"])
+def test_other_families_give_what_they_gave(family: str) -> None:
+    options = {"Gemma3Text": dict(config="Gemma3TextConfig", head="ForCausalLM")}.get(family, {})
+    name = "Gemma3" if family == "Gemma3Text" else family
+    model = family_model(name, dtype=torch.float64, **options)  # type: ignore[arg-type]
+    expected = logits(model)
+    count = fuse(model)
+    assert (count == 0) == (family == "Phi3")
+    torch.testing.assert_close(logits(model), expected)
+
+
+# Compiling.
+
+
+def test_the_norm_behind_the_layers_is_compiled_and_ways_to_tune_are_checked(model, monkeypatch) -> None:
+    monkeypatch.setitem(capture.COMPILE, "backend", "eager")
+    parts = [*model.model.layers, model.model.norm]
+    for tune in TUNES:
+        compile_layers(model, tune)
+        assert all(part._compiled_call_impl is not None for part in parts)
+        plain_layers(model)
+        assert all(part._compiled_call_impl is None for part in parts)
+    with pytest.raises(ValueError, match="tune must be one of none, gemv, gemv-apart, max, got 'most'"):
+        compile_layers(model, "most")  # type: ignore[arg-type]
+    assert all(part._compiled_call_impl is None for part in parts)
+
+
+@pytest.mark.parametrize("tune", TUNES)
+def test_inductor_knows_the_options(tune) -> None:
+    compiled = torch.compile(nn.Linear(3, 3), options=TUNES[tune] or None)
+    with torch.no_grad():
+        assert compiled(torch.ones(1, 3)).shape == (1, 3)
