@@ -1,4 +1,4 @@
-"""The step in two launches against the step in torch operations: the same sets, priorities and states at every step.
+"""The step in three launches against the step in torch operations: the same sets, priorities and states at every step.
 
 Interpreted without a GPU, so the sizes are small and the runs short: past the first eviction, and each kind of step beyond.
 """
@@ -431,7 +431,7 @@ def test_what_cannot_run_is_refused() -> None:
 class TestOnAGPU:
     pytestmark = needs_gpu
 
-    def test_a_step_is_two_launches_and_asks_nothing_of_the_host(self, kind: str) -> None:
+    def test_a_step_is_three_launches_and_asks_nothing_of_the_host(self, kind: str) -> None:
         _, fused = pair(kind, Budget(4, 64, 200), B=2, H=2, D=128, dtype=HALF)
         q, k, v = tokens(fused, 1, 4, 0)
         valid = torch.tensor([True, False], device=DEVICE)
@@ -444,7 +444,7 @@ class TestOnAGPU:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             fused.step(q, k, v, valid, 0.1)
             torch.cuda.synchronize()
-        assert sum(event.count for event in profile.key_averages() if event.self_device_time_total > 0) == 2
+        assert sum(event.count for event in profile.key_averages() if event.self_device_time_total > 0) == 3
 
     def test_a_captured_step_goes_on_through_the_first_eviction(self, kind: str) -> None:
         plain, fused = pair(kind, Budget(2, 8, 20), B=2, H=2, D=64)

@@ -210,7 +210,8 @@ def heads_of(model: PreTrainedModel) -> dict[str, int]:
 class Decoding:
     """A model, the cache of a policy, and greedy steps at fixed addresses; ``prepare`` makes them fast where that is possible.
 
-    ``ahead``: how many steps a paged store has pages for after it was filled. ``static_length``: slots of the static cache. Dense policies raise ValueError for models with sliding layers.
+    ``static_length``: slots of the static cache. ``ahead``: for how many steps paged stores get pages when they are filled.
+    Dense policies raise ValueError for models with sliding layers.
     """
 
     def __init__(
@@ -239,8 +240,8 @@ class Decoding:
 
     @torch.no_grad()
     def fill(self, seen: int) -> None:
-        """As though ``seen`` tokens a row had been taken in: the same ones at every call. Where a captured step reads memory that
-        had to move for it, the step is captured anew."""
+        """As though ``seen`` tokens a row had been taken in: the same ones at every call. A captured step whose memory had to
+        move for that is captured anew."""
         generator = torch.Generator(self.device).manual_seed(seen)
         if isinstance(self.cache, BoundedCache):
             for store in self.cache.stores:

@@ -108,8 +108,9 @@ class Engine:
     prompt does not stall the others. Prompts are prefilled alone, in order of submission, cut every ``prefill_chunk`` tokens.
     Decoding has static shapes, and rows that are idle change nothing. Not for several threads at once.
 
-    ``graph``: decoding steps are one CUDA graph, captured at the first of them. ``compiled``: with its decoder layers
-    compiled.
+    ``graph``: decoding steps are one CUDA graph, captured at the first of them and again if pins make a store larger. None:
+    where there can be one, on a GPU with stores of a fixed size. ``compiled``: with its decoder layers compiled and their
+    projections fused, which takes a minute at the first step.
 
     An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
     memory, an interrupt), what it has written is unknown: every request that has a row ends with that error, it is raised,
@@ -120,19 +121,20 @@ class Engine:
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, *, rows: int = 8, prefill_chunk: int = 512,
-        graph: bool = False, compiled: bool = False,
+        graph: bool | None = None, compiled: bool = False,
     ) -> None:  # fmt: skip
         for name, value in (("rows", rows), ("prefill_chunk", prefill_chunk)):
             _at_least_1(name, value)
         self.policies = BoundedCache(model).policies  # raises if there is no policy
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.device = next(model.parameters()).device
-        if graph and not (self.device.type == "cuda" and BoundedCache(model).is_compileable):
+        possible = self.device.type == "cuda" and BoundedCache(model).is_compileable
+        if graph and not possible:
             raise ValueError(
                 f"graph=True needs a GPU and stores of a fixed size, got {self.policies[0].label} on {self.device}"
             )
-        self.graph, self.compiled = graph, compiled
-        if compiled and not graph:
+        self.graph, self.compiled = possible if graph is None else graph, compiled
+        if compiled and not self.graph:
             raise ValueError("compiled=True is for steps that are captured as a graph: leave it out")
         self._captured: Captured | None = None
         self._inputs = torch.empty(0)
@@ -280,7 +282,7 @@ class Engine:
             return self._forward(cache, *inputs_3B1)
         if self._captured is None:
             self._inputs = inputs = torch.zeros_like(inputs_3B1)  # no row is there: warming up changes nothing
-            with compiled_layers(self.model) if self.compiled else nullcontext():
+            with compiled_layers(self.model, fused=True) if self.compiled else nullcontext():
                 self._captured = capture(lambda: self._forward(cache, *inputs))
             self._addresses = _addresses(cache)
         self._inputs.copy_(inputs_3B1)

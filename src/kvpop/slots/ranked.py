@@ -230,7 +230,7 @@ class RankedSlots(Slots):
     def _fused(
         self, q: Tensor, k: Tensor, v: Tensor, valid_B: Tensor | None, scale: float, least: Tensor, ring: Tensor
     ) -> Tensor:
-        """The same step in two launches, the scorer included if its weights are known."""
+        """The same step in few launches, the scorer included if its weights are known."""
         b, due, now_B11 = self.budget, self.scorer.delayed, self.seen[:, None, None]
         scorer: Weights | Tensor | None = self.scorer.step_weights()
         if scorer is None:

@@ -1,14 +1,21 @@
-"""The whole step, scorer included, in two launches: score and attend over splits of the slots; then decide, write and merge.
+"""The whole step, scorer included: score, and beside it attend over splits of the slots; then decide, write and merge.
 
-Nobody has to look for the victim first. The token that goes is one of two: the worst of those ranked before (``least``) or
-the one that leaves the window now, whose score is made in this very step. The first launch leaves both out of its sums and
-finds the worst of all others, for the next step; the second adds back the one that stays. Nothing is asked of the host.
+The scorer needs more registers than attention, which needs many programs on a multiprocessor to keep the memory busy: so they
+are launches of their own, that run at the same time.
 
-What the second launch both reads and writes would be a race between its programs. So the first copies all that decides into
-scratch ("notes"), and the second reads keys and values only where nothing is written.
+Nobody has to look for the victim first. The token that goes is one of two: the worst of those ranked before (``least``) or the
+one that leaves the window now, whose score is made in this very step. Attention leaves both out of its sums, and the worst of
+all others is found for the next step; the last launch adds back the one that stays. Nothing is asked of the host.
+
+What the last launch both reads and writes would be a race between its programs. So the one before copies all that decides into
+scratch ("notes"), and the last reads keys and values only where nothing is written.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
 
 import torch
 import triton
@@ -30,6 +37,7 @@ BLOCK = 64
 STAGES = 3
 """Blocks of slots that are under way at a time."""
 WARPS = 4
+SCORE_WARPS = 4
 SEARCH = 4096
 """Slots among which one program finds the worst."""
 UNITS = 64
@@ -289,25 +297,19 @@ def _search(
 
 
 @triton.jit
-def _attend_and_score(
-    q, k, v, keys, values, position, priority, seen, valid, pins, least, ring, lengths, bases,
-    shift, spread, w1, b1, w2, b2, w_q, w_k, w_v, w_i, w_f, b_f, a, b, C, m,
-    parts, stats, ranks, marks, notes, scores, priority_of_old,
+def _attend_and_search(
+    q, keys, values, position, priority, seen, valid, pins, least, ring, lengths, bases,
+    parts, stats, ranks, marks, notes, priority_of_old,
     heads, H, M, total, split, splits, searches, sinks, window,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr,
-    MEMORY: tl.constexpr, A: tl.constexpr, CAP: tl.constexpr, PERCEPTRON: tl.constexpr, N: tl.constexpr,
-    UNITS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SEARCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """MEMORY (0 or 1) + PERCEPTRON programs a head score, the memory's first; ``searches`` a head look for the worst; then
-    come ``splits`` a head that attend."""
-    SCORERS: tl.constexpr = MEMORY + PERCEPTRON
+    """``searches`` programs a head look for the worst; then come ``splits`` a head that attend."""
     program = tl.program_id(0)
-    others = heads * (SCORERS + searches)
-    attends = program >= others
-    index = program - others
+    attends = program >= heads * searches
+    index = program - heads * searches
     head = tl.where(attends, index // splits, program % heads).to(tl.int64)
     row = head // H
     t = tl.load(seen + row).to(tl.int32)
@@ -319,32 +321,48 @@ def _attend_and_score(
             q, keys, values, least, ring, parts, stats, head, index % splits, t, real, size, base, split, splits, window,
             scale, G, D, V, DUE, BLOCK_G, BLOCK_M, BLOCK_D, BLOCK_V, STAGES, PRECISION,
         )  # fmt: skip
-    elif program >= heads * SCORERS:
+    else:
         _search(
             position, priority, pins, least, ring, ranks, marks, notes, priority_of_old,
-            head, program // heads - SCORERS, row, t, M, size, searches, sinks, window, P, DUE, SEARCH, BLOCK_W,
+            head, program // heads, row, t, M, size, searches, sinks, window, P, DUE, SEARCH, BLOCK_W,
         )  # fmt: skip
-    elif SCORERS > 0:
-        own, which = head % H, program // heads
-        slot = _due_slot(ring, head, t, window, DUE)
-        there = slot >= 0
-        new_key, new_value = k + head * D, v + head * V
-        due_key, due_value = keys + (base + slot) * D, values + (base + slot) * V
-        own_shift, own_spread = shift + own * (D + V), spread + own * (D + V)
-        score = scores + head * SCORERS + which
-        if MEMORY:  # noqa: SIM102 (one is known when this is compiled, the other when it runs)
-            if which == 0:
-                _memory(
-                    new_key, new_value, due_key, due_value, there, own_shift, own_spread,
-                    w_q, w_k, w_v, w_i, w_f, b_f, a, b, C + head * (2 * A * (A + 1)), m + head, score, own, real,
-                    CAP, DUE, D, V, A, BLOCK_A, BLOCK_C, BLOCK_E,
-                )  # fmt: skip
-        if PERCEPTRON:  # noqa: SIM102
-            if which >= MEMORY:
-                _mlp(
-                    new_key, new_value, due_key, due_value, there, own_shift, own_spread, w1, b1, w2, b2, score, own,
-                    which - MEMORY, DUE, D, V, N, UNITS, BLOCK_E,
-                )  # fmt: skip
+
+
+@triton.jit
+def _score(
+    k, v, keys, values, seen, valid, ring, bases,
+    shift, spread, w1, b1, w2, b2, w_q, w_k, w_v, w_i, w_f, b_f, a, b, C, m, scores,
+    heads, H, M, total, window,
+    D: tl.constexpr, V: tl.constexpr, DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr,
+    MEMORY: tl.constexpr, A: tl.constexpr, CAP: tl.constexpr, PERCEPTRON: tl.constexpr, N: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """MEMORY (0 or 1) + PERCEPTRON programs a head, the memory's first."""
+    program = tl.program_id(0)
+    head, which = (program % heads).to(tl.int64), program // heads
+    row, own = head // H, head % H
+    t = tl.load(seen + row).to(tl.int32)
+    real = tl.load(valid + row) != 0 if VALID else t >= 0
+    base = row * total + tl.load(bases + head % H) if LAYOUT else head * M
+    slot = _due_slot(ring, head, t, window, DUE)
+    there = slot >= 0
+    new_key, new_value = k + head * D, v + head * V
+    due_key, due_value = keys + (base + slot) * D, values + (base + slot) * V
+    own_shift, own_spread = shift + own * (D + V), spread + own * (D + V)
+    score = scores + head * (MEMORY + PERCEPTRON) + which
+    if MEMORY:  # noqa: SIM102 (one is known when this is compiled, the other when it runs)
+        if which == 0:
+            _memory(
+                new_key, new_value, due_key, due_value, there, own_shift, own_spread,
+                w_q, w_k, w_v, w_i, w_f, b_f, a, b, C + head * (2 * A * (A + 1)), m + head, score, own, real,
+                CAP, DUE, D, V, A, BLOCK_A, BLOCK_C, BLOCK_E,
+            )  # fmt: skip
+    if PERCEPTRON:  # noqa: SIM102
+        if which >= MEMORY:
+            _mlp(
+                new_key, new_value, due_key, due_value, there, own_shift, own_spread, w1, b1, w2, b2, score, own,
+                which - MEMORY, DUE, D, V, N, UNITS, BLOCK_E,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -484,6 +502,23 @@ def _scoring(
     return (shift, spread, *mlp, *memory, C, m), sizes
 
 
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """What is launched inside starts now, and may run while what is launched after it does. In a captured graph, a branch."""
+    if device.type != "cuda":
+        yield
+        return
+    side = _side(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+
+
 def step(
     q_BR1D: Tensor,
     k_BH1D: Tensor,
@@ -531,23 +566,32 @@ def step(
     valid = q if valid_B is None else valid_B.contiguous()
     pins, P = (q, 0) if pins_BP2 is None else (pins_BP2, pins_BP2.shape[1])
     lengths, bases = (q, q) if layout is None else (layout.size_H, layout.base_H)
+    flags = dict(D=D, V=V, DUE=due, VALID=valid_B is not None, LAYOUT=layout is not None)
     common = dict(
-        scale=scale, G=G, D=D, V=V, P=P, DUE=due, VALID=valid_B is not None, LAYOUT=layout is not None,
+        **flags, scale=scale, G=G, P=P,
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
     )  # fmt: skip
     BLOCK_A = triton.next_power_of_2(int(sizes["A"]))
-    _attend_and_score[(heads * (scorers + searches + splits),)](
-        q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
-        *weights,
-        parts, stats, ranks, marks, notes, scores, priority_of_old,
+    with _beside(device) if scorers else nullcontext():
+        if scorers:
+            _score[(heads * scorers,)](
+                k, v, keys, values, seen_B, valid, ring_BHw, bases, *weights, scores,
+                heads, H, M, total, window,
+                **flags, **sizes, UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A), BLOCK_E=CHANNELS,
+                num_warps=SCORE_WARPS,
+            )  # fmt: skip
+    _attend_and_search[(heads * (searches + splits),)](
+        q, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
+        parts, stats, ranks, marks, notes, priority_of_old,
         heads, H, M, total, split, splits, searches, sinks, window,
-        **common, **sizes,
-        UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A), BLOCK_E=CHANNELS,
+        **common,
         BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK, SEARCH=SEARCH,
         BLOCK_W=min(1024, triton.next_power_of_2(M)), STAGES=STAGES,
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
         num_warps=WARPS if max(D, V) <= 128 else 8,  # a wider head does not fit into the registers of 4
     )  # fmt: skip
+    if scorers and device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_side(device))
     _finish[(heads, G)](
         q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
         priority_of_old if isinstance(scorer, Weights) else scorer.contiguous(), log_gamma_H,
