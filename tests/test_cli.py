@@ -402,6 +402,13 @@ def test_answers_count_at_the_nearest_depth():
         (["--policy", "best"], "--policy must be kvpop, streaming or dms, got 'best'"),
         (["--policy", "dms", "--ratio", "0.5"], "ratio must be at least 1 and finite, got 0.5"),
         (["--policy", "dms", "--start", "kvpop:smollm2"], "it goes with --policy kvpop, got 'dms'"),
+        (["--policy", "dms", "--emitted-by", "last"], "emitted_by must be one of next, self, got 'last'"),
+        (["--policy", "dms", "--gate-ramp", "2"], "gate_ramp must be a share of the steps in (0, 1], got 2.0"),
+        (["--ratio", "8", "--emitted-by", "self"], "--emitted-by, --ratio is for --policy dms, got 'kvpop'"),
+        (["--policy", "dms", "--also-budget", "128"], "--also-budget is for the scorers of --policy kvpop, got 'dms'"),
+        (["--also-budget", "60"], "budget of 60 slots cannot hold 4 sinks and a window of 64: needs 68"),
+        (["--also-budget", "68"], "train_long must hold slots of at least 1, got (188, 0)"),
+        (["--decay-lr", "0"], "decay_lr_ratio must be positive and finite, got 0.0"),
         (["--start", "kvpop:smollm2", "--scorer", "mlp"], "--start settles these itself: --scorer"),
         (["--start", "kvpop:nobody"], "no adapters called 'nobody'"),
         (["--regret", "3"], "regret must be an exponent in [0, 2], got 3.0"),
@@ -419,6 +426,18 @@ def test_answers_count_at_the_nearest_depth():
 def test_distill_refuses_before_the_model_is_loaded(tmp_path, no_model, words, message):
     assert message in refused("distill", "--out", tmp_path / "out", *words)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_decides_and_when_can_be_chosen(folder):
+    words = training(folder, "self", "--steps", "2", "--policy", "dms", "--emitted-by", "self", "--gate-ramp", "0.5")
+    assert call("distill", *words).exit_code == 0
+    saved = json.loads((folder / "self" / "kvpop.json").read_text())
+    assert saved["policy"]["emitted_by"] == "self"
+    words = training(folder, "two", "--also-budget", "16", "--decay-lr", "1.0")
+    assert call("distill", *words).exit_code == 0
+    run = json.loads((folder / "two" / "run.json").read_text())
+    assert len(run["run.train_long"]) == 2
+    assert run["run.decay_lr_ratio"] == 1.0
 
 
 def test_starting_from_trained_scorers_keeps_their_budget_but_for_what_is_given():

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvpop.policies import Policy
 
 BESIDE_A_RECIPE = ("out", "recipe", "data", "steps", "seed", "device", "watch", "checkpoint_every", "as_json")
+DMS_ONLY = {"ratio", "gate", "emitted_by", "gate_ramp"}
 CURVE_TEXTS = 8
 """Sequences that budgets by head are read from."""
 IN_MEMORY = 2 * 10**8
@@ -63,6 +64,12 @@ def distill(
     start: Annotated[str, typer.Option(help=f"Go on from the scorers of an adapter. {ADAPTER}.")] = "",
     ratio: Annotated[float, typer.Option(help="DMS: the compression to train for; 4 keeps a quarter.")] = 4.0,
     gate: Annotated[str, typer.Option(help="DMS: mlp, or native (a channel of the query; full or lora mode).")] = "mlp",
+    emitted_by: Annotated[
+        str, typer.Option(help="DMS: the decision about a token is read off the next one (the paper's), or off itself: self.")
+    ] = "next",
+    gate_ramp: Annotated[
+        float, typer.Option(help="DMS: share of the steps over which the compression rises to --ratio.")
+    ] = 1.0,
     mode: Annotated[
         str, typer.Option(help="scorer: the model stays as it is; full: it is distilled too; lora: a low-rank change of it; "
                                "base: it alone, the policy stays as it is.")
@@ -73,6 +80,10 @@ def distill(
     accumulate: Annotated[int, typer.Option(min=1, help="Passes of a step.")] = 1,
     lr: Annotated[float, typer.Option(help="Peak learning rate of the scorers or gates.")] = 1e-3,
     base_lr: Annotated[float, typer.Option(help="Learning rate of the model, or of its low-rank change.")] = 8e-5,
+    decay_lr: Annotated[float, typer.Option(help="Learning rate of the decays, as a share of --lr.")] = 0.1,
+    also_budget: Annotated[
+        list[int] | None, typer.Option(help="Slots that scorers learn to decide at too, beside --budget. Repeatable.")
+    ] = None,
     lora_rank: Annotated[int, typer.Option(min=1)] = 16,
     seed: SeedOption = 0,
     inner_updates: Annotated[int, typer.Option(help="Scorer updates per forward pass (scorer mode).")] = 1,
@@ -132,7 +143,7 @@ def distill(
     given = {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
     if recipe:
         if strange := sorted(given - set(BESIDE_A_RECIPE)):
-            raise ValueError(f"--recipe settles these itself: {', '.join('--' + n.replace('_', '-') for n in strange)}")
+            raise ValueError(f"--recipe settles these itself: {', '.join(map(flag, strange))}")
         changes: dict[str, Any] = {
             name: ctx.params[name] for name in ("steps", "seed", "checkpoint_every") if name in given
         }
@@ -145,16 +156,22 @@ def distill(
         slots = Budget.of_slots(budget, sinks=sinks, window=window)
         if start:
             slots = started_budget(start, ctx.params, given)
+        if strange := sorted(given & DMS_ONLY) if policy != "dms" else []:
+            raise ValueError(f"{', '.join(map(flag, strange))} is for --policy dms, got {policy!r}")
+        if also_budget and policy != "kvpop":
+            raise ValueError(f"--also-budget is for the scorers of --policy kvpop, got {policy!r}")
+        longs = [Budget.of_slots(also, sinks=slots.sinks, window=slots.window).long for also in also_budget or ()]
         trains_model = mode in ("full", "base", "lora")
         if compute == "auto":
             compute = "bfloat16" if trains_model and place.type == "cuda" and dtype in ("auto", "float32") else "same"
         config = DistillConfig(
             mode=mode, steps=steps, seed=seed, scorer_lr=lr, base_lr=base_lr, inner_updates=inner_updates,  # type: ignore[arg-type]
             accumulate=accumulate, lora_rank=lora_rank, impl=how, compute=compute, checkpointing=checkpointing,  # type: ignore[arg-type]
+            decay_lr_ratio=decay_lr, gate_ramp=gate_ramp, train_long=(slots.long, *longs) if longs else (),
             checkpoint_every=checkpoint_every, **objectives(target_power, aggregate, lse, regret, residual),
         )  # fmt: skip
         job = Job(
-            model, chosen_policy(policy, slots, scorer, span, ratio, gate, start), config,
+            model, chosen_policy(policy, slots, scorer, span, ratio, gate, start, emitted_by), config,
             corpus_of(data, where or [], packing, max_tokens), S, batch_size, retrieval_share, max_tokens,
             "float32" if dtype == "auto" and trains_model else dtype,
         )  # fmt: skip
@@ -268,6 +285,10 @@ def shared_by_head(policy: Policy, model: Any, stream: Any, out: Path) -> Policy
     return dataclasses.replace(policy, heads=allocate(curves, budget.long))  # type: ignore[call-arg]
 
 
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def objectives(power: float, aggregate: str, lse: str, regret: float, residual: int) -> dict[str, Any]:
     from kvpop.core import BoundaryLoss, Target
 
@@ -277,8 +298,9 @@ def objectives(power: float, aggregate: str, lse: str, regret: float, residual: 
 
 
 def chosen_policy(
-    name: str, budget: Budget, scorer: str, decay: tuple[float, float, float], ratio: float, gate: str, start: str
-) -> Policy:
+    name: str, budget: Budget, scorer: str, decay: tuple[float, float, float], ratio: float, gate: str, start: str,
+    emitted_by: str = "next",
+) -> Policy:  # fmt: skip
     """The policy to train. Raises ValueError for an unknown name, and for scorers to start from that are not for it."""
     from kvpop.policies import DMS, KVpop, Streaming
 
@@ -294,7 +316,8 @@ def chosen_policy(
     if name == "streaming":
         return Streaming(budget)
     if name == "dms":
-        return DMS(window=budget.window, sinks=budget.sinks, ratio=ratio, gate=gate)  # type: ignore[arg-type]
+        gates: Any = {"gate": gate, "emitted_by": emitted_by}
+        return DMS(window=budget.window, sinks=budget.sinks, ratio=ratio, **gates)
     raise ValueError(f"--policy must be kvpop, streaming or dms, got {name!r}")
 
 
