@@ -21,13 +21,15 @@ from transformers import PreTrainedModel
 
 from kvpop.attachment import cache_argument
 from kvpop.cache import BoundedCache
-from kvpop.capture import Captured, capture, compiled_layers
+from kvpop.capture import WARM, Captured, capture, compiled_layers
 from kvpop.rollout import Words, pass_options, prompt_ids
 from kvpop.sampling import Sampling, checked, draw, upload
 
 # Shapes: B rows, n new tokens of one prompt, V vocabulary.
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+AHEAD = 64
+"""Steps that pages are reserved for at a time."""
 
 
 @dataclass(eq=False)
@@ -97,7 +99,8 @@ def _at_least_1(name: str, value: int) -> None:
 
 
 def _addresses(cache: BoundedCache) -> list[int]:
-    return [x.data_ptr() for store in cache.stores for x in store.tensors().values()]
+    """Of all that a step reads and writes; but for pages, of which ``reserve`` says whether they moved."""
+    return [x.data_ptr() for store in cache.stores if not store.fixed for x in store.tensors().values()]
 
 
 class Engine:
@@ -108,8 +111,8 @@ class Engine:
     prompt does not stall the others. Prompts are prefilled alone, in order of submission, cut every ``prefill_chunk`` tokens.
     Decoding has static shapes, and rows that are idle change nothing. Not for several threads at once.
 
-    ``graph``: decoding steps are one CUDA graph, captured at the first of them and again if pins make a store larger. None:
-    where there can be one, on a GPU with stores of a fixed size. ``compiled``: with its decoder layers compiled and their
+    ``graph``: decoding steps are one CUDA graph, captured at the first of them and again if a store had to move (pins, or pages
+    of DMS). None: where there can be one, on a GPU with stores of a fixed size or pages that are reserved. ``compiled``: with its decoder layers compiled and their
     projections fused, which takes a minute at the first step.
 
     An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
@@ -128,7 +131,7 @@ class Engine:
         self.policies = BoundedCache(model).policies  # raises if there is no policy
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.device = next(model.parameters()).device
-        possible = self.device.type == "cuda" and BoundedCache(model).is_compileable
+        possible = self.device.type == "cuda" and all(policy.bounded or policy.reserves for policy in self.policies)
         if graph and not possible:
             raise ValueError(
                 f"graph=True needs a GPU and stores of a fixed size, got {self.policies[0].label} on {self.device}"
@@ -139,6 +142,7 @@ class Engine:
         self._captured: Captured | None = None
         self._inputs = torch.empty(0)
         self._addresses: list[int] = []
+        self._reserved = 0  # steps that all rows have pages for
         self.cache: BoundedCache | None = None  # made like the first one that is prefilled
         self.rows: list[Request | None] = [None] * rows
         self.waiting: deque[Request] = deque()
@@ -245,10 +249,7 @@ class Engine:
                 if self.cache is None:
                     self.cache = request.cache.like(len(self.rows))
                 self.cache.put(request.row, request.cache)
-                if self._captured is not None and self._addresses != _addresses(
-                    self.cache
-                ):  # pins make room for themselves
-                    self._captured = None
+                self._reserved = 0
                 request.cache = None
                 complete.append((request, logits_1V[0]))
         return complete
@@ -280,6 +281,12 @@ class Engine:
         """The next logits [B, V] from ids, positions and which rows there are; a captured step's are at one address."""
         if not self.graph:
             return self._forward(cache, *inputs_3B1)
+        if self._reserved < 1:
+            moved = cache.reserve(AHEAD + WARM + 1)
+            if moved or self._addresses != _addresses(cache):  # pins make room for themselves
+                self._captured = None
+            self._reserved = AHEAD
+        self._reserved -= 1
         if self._captured is None:
             self._inputs = inputs = torch.zeros_like(inputs_3B1)  # no row is there: warming up changes nothing
             with compiled_layers(self.model, fused=True) if self.compiled else nullcontext():
@@ -310,6 +317,7 @@ class Engine:
         self.rows[request.row] = None
         if self.cache is not None:
             self.cache.clear(request.row)
+            self._reserved = 0
         request.row = None
 
     def run(self) -> Iterator[Event]:

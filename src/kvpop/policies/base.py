@@ -166,6 +166,8 @@ class LayerPolicy(nn.Module, ABC):
     """What the policy gives to the KV heads of all layers, where they differ."""
     bounded = True
     """Whether the stores have a fixed size."""
+    reserves = False
+    """Whether stores that grow can be given what the next steps need beforehand (``Slots.reserve``)."""
     pins_apply = True
     """Whether a pinned token is kept by the stores of this layer."""
 

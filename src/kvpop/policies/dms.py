@@ -31,6 +31,7 @@ Emitter = Literal["next", "self"]
 
 class DMSLayer(LayerPolicy):
     bounded = False
+    reserves = True
     taught_by = "kl"
 
     def __init__(self, shape: LayerShape, recipe: DMS) -> None:
