@@ -32,6 +32,7 @@ MODEL=${MODEL:-smollm2}
 
 # Slots are compression ratios of 75 % and 88 % of CONTEXT. RECIPE: the paper's run, for the methods that have one.
 # STATE: slots that the bytes of a recurrent scorer are worth (recipes take them off by themselves).
+ALONE=() # where scorers learn alone, for methods without a recipe
 THINKING=() STATE=0 RECIPE='' CORPUS=${CORPUS:-} WORK=$OUT/$MODEL${QUICK:+-quick}
 case $MODEL in
   qwen3-4b | qwen3-8b)
@@ -58,6 +59,7 @@ case $MODEL in
       : "${TASKS_1:=${TASKS:-passkey:2048 passkey:4096 ruler:niah-multi-key:2048 ruler:niah-multi-key:4096}}"
       : "${TASKS_2:=${TASKS:-reasoning:needle_haystack}}"
       TRAIN=(--mode full --steps 200 --sequence-length 4096 --batch-size 4 --retrieval-share 0.3)
+      ALONE=(--mode scorer --steps 300 --inner-updates 2 --lr 2e-3)
       SEEN=(2048 8192 32768) ROWS=16 TEXTS=40 PASSKEYS=8 NEEDLES=16
     else
       CONTEXT=512 SINKS=4 WINDOW=32 RATIOS=(4) STATE=17 ITEMS=${ITEMS:-2}
@@ -65,9 +67,11 @@ case $MODEL in
       : "${TASKS_1:=${TASKS:-passkey:512}}"
       : "${TASKS_2:=${TASKS:-ruler:niah-multi-key:512}}"
       TRAIN=(--mode full --steps 2 --sequence-length 256 --batch-size 1 --retrieval-share 0)
+      ALONE=(--mode scorer --steps 2)
       SEEN=(256 512) ROWS=2 TEXTS=2 PASSKEYS=1 NEEDLES=1
     fi
     SHAPE=smollm2-135m
+    : "${METHODS:=dense streaming tova streaming-plus dms kvpop-mlp kvpop kvpop-by-head}"
     ;;
   *) echo "error: MODEL must be qwen3-4b, qwen3-8b or smollm2, got $MODEL" >&2; exit 2 ;;
 esac
@@ -147,17 +151,18 @@ corpus() {
 
 # train_one METHOD BUDGET
 train_one() {
-  local method=$1 budget=$2 out scorer='' i ratio
+  local method=$1 budget=$2 out scorer='' i ratio more=()
   out=$(adapter "$method" "$budget")
   corpus
   case $method in
     kvpop) scorer=mlstm ;;
     kvpop-mlp) scorer=mlp ;;
     kvpop-immediate) scorer=mlstm-immediate ;;
+    kvpop-by-head) scorer=mlp more=(--by-head --residual 64 --target-power 1 "${ALONE[@]}") ;;
     streaming-plus | dms) ;;
     *) echo "error: $method is not trained" >&2; exit 2 ;;
   esac
-  if [[ -n $scorer && -n $RECIPE ]]; then
+  if [[ -n $scorer && -n $RECIPE && $method != kvpop-by-head ]]; then
     kvpop_ plan "$RECIPE:$budget:$scorer:full" --gpus "$GPUS" ${GPU_MEMORY:+--memory "$GPU_MEMORY"}
     spread distill --recipe "$RECIPE:$budget:$scorer:full" --data "$CORPUS" --seed "$SEED" --out "$out"
     return
@@ -175,9 +180,9 @@ train_one() {
       ;;
   esac
   if [[ $MODEL == smollm2 ]]; then # one GPU is plenty
-    kvpop_ distill "${how[@]}" "${TRAIN[@]}" --out "$out"
+    kvpop_ distill "${how[@]}" "${TRAIN[@]}" "${more[@]}" --out "$out"
   else
-    spread distill "${how[@]}" "${TRAIN[@]}" --out "$out"
+    spread distill "${how[@]}" "${TRAIN[@]}" "${more[@]}" --out "$out"
   fi
 }
 

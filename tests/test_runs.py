@@ -142,6 +142,13 @@ def test_a_scorer_with_a_state_pays_for_it() -> None:
     assert slots == matched
 
 
+def test_scorers_with_budgets_by_head_learn_alone() -> None:
+    runs = [p for name, p in map(parsed, printed("train", MODEL="smollm2")) if name == "distill" and p["by_head"]]
+    assert [(run["mode"], run["scorer"], run["budget"]) for run in runs] == [("scorer", "mlp", b) for b in (1024, 512)]
+    assert all((run["residual"], run["target_power"], run["steps"]) == (64, 1.0, 300) for run in runs)
+    assert not any(p["by_head"] for name, p in map(parsed, printed("train", MODEL="qwen3-4b")) if name == "distill")
+
+
 def test_settings_by_environment_reach_every_script() -> None:
     done = script("smollm2", DRY_RUN="1", KVPOP="python -m kvpop", METHODS="dense tova", BUDGETS="700", TASKS="gsm8k")
     assert done.returncode == 0, done.stderr
@@ -201,7 +208,7 @@ def test_a_script_that_was_stopped_goes_on_where_it_was(tmp_path) -> None:
     assert calls(0) == whole[len(first) - 1 :]
     assert calls(0) == [line for line in whole if line.startswith("report")]
     again = calls(0, ITEMS="1")  # cells are made anew, adapters are not
-    assert sum(line.startswith("tasks run") for line in again) == 7
+    assert sum(line.startswith("tasks run") for line in again) == 8
     assert not any(line.startswith("distill") for line in again)
 
 
@@ -253,7 +260,7 @@ def test_the_quick_path_runs_end_to_end(tiny, tmp_path, monkeypatch) -> None:
     for name in ("table-1.md", "table-1.tex", "table-2.md", "training.png", "figure-4/decode.png", "figure-5/timing.png",
                  "figures-6-9/viewer.html", "figures-6-9/retention.png", "figures-6-9/recall-dense.png"):  # fmt: skip
         assert (out / name).is_file(), name
-    for variant in ("Teacher", "StreamLLM", "TOVA", "StreamLLM+", "DMS", "KVpop mlp", "KVpop"):
+    for variant in ("Teacher", "StreamLLM", "TOVA", "StreamLLM+", "DMS", "KVpop mlp", "KVpop mlp by head", "KVpop"):
         assert f"| {variant} |" in (out / "table-1.md").read_text()
     rows = json.loads((out / "held-out-128.json").read_text())["rows"]
     assert {row["policy"] for row in rows} >= {"dense", "streaming", "tova", "dms-128", "kvpop-128"}

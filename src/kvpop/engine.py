@@ -112,8 +112,8 @@ class Engine:
     Decoding has static shapes, and rows that are idle change nothing. Not for several threads at once.
 
     ``graph``: decoding steps are one CUDA graph, captured at the first of them and again if a store had to move (pins, or pages
-    of DMS). None: where there can be one, on a GPU with stores of a fixed size or pages that are reserved. ``compiled``: with its decoder layers compiled and their
-    projections fused, which takes a minute at the first step.
+    of DMS). None: where there can be one, on a GPU with stores of a fixed size or pages that are reserved. ``compiled``: with
+    its decoder layers compiled and their projections fused, which takes a minute at the first step.
 
     An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
     memory, an interrupt), what it has written is unknown: every request that has a row ends with that error, it is raised,

@@ -54,7 +54,8 @@ class Result:
             places = " (cache positions)" if settings.get("positions") == "cache" else ""
             return f"StreamLLM{'+' if trained else ''}{places}"
         if kind == "KVpop":
-            return {"mlp": "KVpop mlp", "mlstm-immediate": "KVpop immediate"}.get(settings.get("scorer", ""), "KVpop")
+            scorer = {"mlp": " mlp", "mlstm-immediate": " immediate"}.get(settings.get("scorer", ""), "")
+            return f"KVpop{scorer}{' by head' if settings.get('heads') else ''}"
         return {"Tova": "TOVA"}.get(kind, kind)
 
     @property
