@@ -37,7 +37,7 @@ NO_DECAY = (-2e-9, -1e-9)
 RETRIEVAL_SHARE = 0.3
 KEYS = 4
 CURVES = 16  # training sequences whose longest documents say what slots are worth
-CURVES_FILE = "curves.safetensors"
+CURVES_FILE = "curves-w{window}.safetensors"
 GRACE = 30  # seconds for a checkpoint
 TASKS = ("passkey_2k", "passkey_4k", "needle_2k", "needle_4k", "needle_nll_2k", "needle_nll_4k")
 SHOWN = ("kl", "agreement", "accuracy", *TASKS)
@@ -244,12 +244,13 @@ def heads_from(curves: Tensor, settings: dict[str, Any]) -> dict[int, Any]:
     return {b: allocate(curves, budget_of(b, settings["window"]).long) for b in BUDGETS}
 
 
-def heads_for(settings: dict[str, Any], model: Any, stream: Any, path: Path) -> dict[int, Any]:
-    """Before anything has learned: from the curves of the oracle, which all runs share at ``path``; none if heads are equal."""
+def heads_for(settings: dict[str, Any], model: Any, stream: Any, out: Path) -> dict[int, Any]:
+    """Before anything has learned: from the curves of the oracle, a file of all runs of a window; none if heads are equal."""
     from kvpop.allocation import read_curves, write_curves
 
     if not settings["by_head"]:
         return dict.fromkeys(BUDGETS, ())
+    path = out / CURVES_FILE.format(window=settings["window"])
     if not path.exists():
         made = path.with_suffix(f".{os.getpid()}")
         made.parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +288,7 @@ def train(
 
     s, mode = settings, settings["mode"]
     stream = training_sequences(s, data, tokenizer)
-    heads = heads_for(s, model, stream, out.parents[1] / CURVES_FILE)
+    heads = heads_for(s, model, stream, out.parents[1])
     first = s["train_budget"] or max(BUDGETS)
     budget = budget_of(first, s["window"])
     policy: Any
@@ -369,7 +370,7 @@ def one(name: str, options: argparse.Namespace) -> None:
         model, entries = train(settings, options.data, model, tokenizer, work, options.model)
     else:
         stream = training_sequences(settings, options.data, tokenizer)
-        entries = untrained(settings, heads_for(settings, model, stream, options.out / CURVES_FILE))
+        entries = untrained(settings, heads_for(settings, model, stream, options.out))
     trained_seconds = time.perf_counter() - started
     rows = []
     for split, texts, prompts in (("validation", 16, 12), ("test", 40, 32)):
@@ -396,7 +397,7 @@ def curves(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(options.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     settings = {**DEFAULTS, "by_head": True}
-    heads_for(settings, model, training_sequences(settings, options.data, tokenizer), options.out / CURVES_FILE)
+    heads_for(settings, model, training_sequences(settings, options.data, tokenizer), options.out)
 
 
 def given(options: argparse.Namespace) -> str:
@@ -431,7 +432,8 @@ def run(options: argparse.Namespace) -> None:
     gpus = max(1, torch.cuda.device_count())
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    if any(all_runs()[name].get("by_head") for name in wanted) and not (options.out / CURVES_FILE).exists():
+    curves_there = (options.out / CURVES_FILE.format(window=WINDOW)).exists()
+    if any(all_runs()[name].get("by_head") for name in wanted) and not curves_there:
         subprocess.run(
             [sys.executable, __file__, "curves", "--data", str(options.data), "--out", str(options.out),
              "--model", options.model], check=True

@@ -96,6 +96,14 @@ def test_savings_are_the_hull_of_the_costs(costs: list[float], step: int) -> Non
         assert float(left[k - 1]) <= cost + 1e-5  # never above a measured point: what could be had for so many slots
 
 
+def test_weights_that_underflow_are_no_loss_without_a_number() -> None:
+    model = tiny_model(dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(60)
+    assert loss_curves(model, [text(90)], Streaming(BUDGET), sinks=0, window=1).isfinite().all()
+
+
 def test_what_cannot_be_looked_at_is_refused() -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match="at least 1 text, got none"):

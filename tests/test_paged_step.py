@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from kvpop.attachment import attach, attached_policies, cache_argument
+from kvpop.budget import Budget
 from kvpop.cache import BoundedCache
 from kvpop.capture import capture
 from kvpop.ops.paged_step import MLPGate, api
-from kvpop.policies import DMS, LayerShape
-from kvpop.slots import PagedSlots
+from kvpop.policies import DMS, LayerShape, Streaming
+from kvpop.slots import PagedSlots, paged
 from tests.test_cache_step import DEVICE, GPU, HALF, needs_triton
 from tests.test_dms import forward, shaken
 from tests.test_fused_step import needs_gpu, quick_interpreter  # noqa: F401 (a fixture of every test)
@@ -310,6 +311,33 @@ def test_native_gates_and_wide_scorers_are_no_weights() -> None:
     assert pair(("native", "next"))[0].weights() is None
     (layer, _) = attached_policies(attach(tiny_model(), DMS(window=4, ratio=2)))  # in float64
     assert layer.step_weights() is None
+
+
+def test_a_table_of_another_width_has_moved_wherever_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, store = pair(("mlp", "self"), B=2, H=1)
+    store.reserve(4)
+    assert not store.reserve(4)
+    place = paged._place
+    monkeypatch.setattr(paged, "_place", lambda x: (0, *place(x)[1:]))  # all at one address, as freed memory may be
+    store.reserve(4)
+    assert not store.reserve(4)
+    wide = store.table.shape[-1]
+    assert store.reserve(1000)
+    assert store.table.shape[-1] > wide
+
+
+def test_generating_past_what_was_reserved_is_an_error() -> None:
+    model = attach(tiny_model(dtype=torch.float32), DMS(window=4, ratio=2, threshold=float("inf")))
+    cache = BoundedCache(model)
+    cache.allocate(1)
+    cache.reserve(4)
+    ids = torch.arange(3, 9)[None]
+    with pytest.raises(RuntimeError, match="ran out of their pages"):
+        model.generate(ids, max_new_tokens=200, min_new_tokens=200, do_sample=False, past_key_values=cache)
+    with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
+        other = BoundedCache(attach(tiny_model(), Streaming(Budget(1, 2, 3))))
+        other.allocate(1)
+        other.reserve(-1)
 
 
 def test_a_cache_that_has_reserved_can_be_compiled_and_says_the_same() -> None:

@@ -381,3 +381,32 @@ def test_inductor_knows_the_options(tune) -> None:
     compiled = torch.compile(nn.Linear(3, 3), options=TUNES[tune] or None)
     with torch.no_grad():
         assert compiled(torch.ones(1, 3)).shape == (1, 3)
+
+
+def test_data_given_anew_before_layers_are_compiled_is_what_they_compute_with(model) -> None:
+    fuse(model)
+    for p in model.parameters():
+        p.data = p.data * 1.5
+    expected = logits(model)
+    assert fuse(model) == 4
+    with compiled_layers(model, fused=True):
+        pass
+    assert modules(model)[0].group.intact()
+    for p in model.parameters():
+        p.data = p.data * 1.0
+    for layer in model.model.layers:  # as compile_layers has it, on a CPU
+        capture.settle(model)
+        layer.compile(backend="eager", dynamic=False)
+    close(logits(model), expected)
+    plain_layers(model)
+
+
+def test_what_the_caller_had_fused_stays_fused(model) -> None:
+    fuse(model)
+    with compiled_layers(model, fused=True):
+        pass
+    assert isinstance(modules(model)[0], FusedLinear)
+    unfuse(model)
+    with compiled_layers(model, fused=True):
+        assert isinstance(modules(model)[0], FusedLinear)
+    assert type(modules(model)[0]) is nn.Linear

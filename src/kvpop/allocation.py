@@ -1,9 +1,10 @@
-"""Who gets how many slots: a constant budget for each KV head, from the attention that its tokens are still going to receive.
+"""Who gets how many slots: a constant budget for each KV head, from what each further slot of it is worth.
 
-    curve_h(k)   the remaining attention of the k-th best eligible token of head h, averaged over texts and query times
-    k_h          how many of them lie above one threshold, the same for all heads of all layers
+    curve_h(k)   what the k-th slot of head h saves of the loss (``calibration.loss_curves``), or the attention that the token in
+                 it is still going to receive (``calibration.remaining_curves``), averaged over texts
+    k_h          how many of these lie above one threshold, the same for all heads of all layers
 
-A slot is worth what the token in it will receive, so at equal thresholds no slot would be worth more in another head.
+At equal thresholds no slot would be worth more in another head.
 """
 
 from __future__ import annotations

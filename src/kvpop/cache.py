@@ -252,7 +252,14 @@ class BoundedCache(Cache):
         """
         if not self.stores:
             raise ValueError("a cache that was never used has no stores: allocate(rows) first")
+        if tokens < 0:
+            raise ValueError(f"tokens must be at least 0, got {tokens}")
         return any([store.reserve(tokens) for store in self.stores])
+
+    def check_reserved(self) -> None:
+        """Raise RuntimeError if more steps were made than were reserved: what they gave says nothing."""
+        for store in self.stores:
+            store.check()
 
     @property
     def bounded_layers(self) -> list[BoundedLayer]:

@@ -185,7 +185,9 @@ class Probe(LayerPolicy):
             weight_HQGT = weight_HQGT.softmax(-1)
             gain_HQGT = weight_HQGT * (slope_HGSD[:, :, now_Q].transpose(1, 2) @ v_HSD[:, None, :seen].mT)
             held_HQTP = (expiry_HSP[:, None, :seen] > now_Q[:, None, None]).to(wide)
-            lost_HQGP = gain_HQGT @ held_HQTP / (weight_HQGT @ held_HQTP) - gain_HQGT.sum(-1)[..., None]
+            mass_HQGP = weight_HQGT @ held_HQTP
+            kept_HQGP = torch.where(mass_HQGP > 0, gain_HQGT @ held_HQTP / mass_HQGP, 0.0)  # too little is nothing
+            lost_HQGP = kept_HQGP - gain_HQGT.sum(-1)[..., None]
             total_HP += lost_HQGP.double().sum(2).square().sum(1)
         return (total_HP / (2 * S)).cpu()
 

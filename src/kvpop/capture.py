@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpop.projections import fuse, unfuse
+from kvpop.projections import fuse, is_fused, settle, unfuse
 
 WARM = 3
 """Steps before a capture: what compiles, allocates or tunes itself does so in these."""
@@ -63,8 +63,9 @@ def capture(step: Callable[[], Tensor]) -> Captured:
 
 @contextmanager
 def compiled_layers(model: PreTrainedModel, *, tune: Tune = "none", fused: bool = False) -> Iterator[None]:
-    """Decoder layers are compiled, each by itself, for the calls inside; with ``fused`` projections. What is captured inside
-    may be replayed afterwards."""
+    """Decoder layers are compiled, each by itself, for the calls inside; with ``fused`` projections, which stay fused if they
+    were before. What is captured inside may be replayed afterwards."""
+    mine = fused and not is_fused(model)
     try:
         compile_layers(model, tune)
         if fused:
@@ -72,7 +73,7 @@ def compiled_layers(model: PreTrainedModel, *, tune: Tune = "none", fused: bool 
         yield
     finally:
         plain_layers(model)
-        if fused:
+        if mine:
             unfuse(model)
 
 
@@ -80,6 +81,7 @@ def compile_layers(model: PreTrainedModel, tune: Tune = "none") -> None:
     """Compile each decoder layer by itself, and the norm behind them, for all calls until ``plain_layers``. ``tune``: how much
     time that may take (``TUNES``). Raises ValueError for a way that there is not."""
     check_tune(tune)
+    settle(model)
     parts = _parts(model)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(parts))
     for part in parts:

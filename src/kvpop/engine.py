@@ -134,7 +134,8 @@ class Engine:
         possible = self.device.type == "cuda" and all(policy.bounded or policy.reserves for policy in self.policies)
         if graph and not possible:
             raise ValueError(
-                f"graph=True needs a GPU and stores of a fixed size, got {self.policies[0].label} on {self.device}"
+                f"graph=True needs a GPU and stores of a fixed size or with pages, got {self.policies[0].label} on "
+                f"{self.device}"
             )
         self.graph, self.compiled = possible if graph is None else graph, compiled
         if compiled and not self.graph:

@@ -48,7 +48,11 @@ def generation_hooks(model: Any) -> dict[str, Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         lent = len(_KEPT.lent)
         try:
-            return type(self).generate(self, *args, **kwargs)
+            made = type(self).generate(self, *args, **kwargs)
+            for given in (kwargs.get(name), kwargs.get("past_key_values")):
+                if isinstance(given, BoundedCache):
+                    given.check_reserved()
+            return made
         finally:
             del _KEPT.lent[lent:]
 

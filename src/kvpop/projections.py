@@ -119,11 +119,9 @@ def fuse(model: PreTrainedModel) -> int:
     differ in dtype, device, input features or in having a bias, and parameters that are tied, sharded or on the meta device.
     A group's weights move once, into one tensor; its old ones are let go of before the next group's are made. Fuse before
     anything is captured that reads them. Values may change in place meanwhile; a parameter that is moved or replaced ends its
-    group. Layers that are compiled do not see data given to it anew (``p.data = x``): unfuse first.
+    group. Layers that are compiled already do not see data given to it anew (``p.data = x``): unfuse first.
     """
-    for group in _groups(model):
-        if group.weight_FE is None:
-            group.dissolve()
+    settle(model)
     # Tied modules and parameters count twice, and so do tensors of one storage.
     tensors = [
         *(p for _, p in model.named_parameters(remove_duplicate=False)),
@@ -136,6 +134,18 @@ def fuse(model: PreTrainedModel) -> int:
             if all(_plain(module) for module in modules) and _fit(modules, users):
                 Group(modules)
     return len(_groups(model))
+
+
+def is_fused(model: PreTrainedModel) -> bool:
+    """Whether any projections are."""
+    return bool(_groups(model))
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Groups whose parameters are elsewhere by now (``p.data = x``) are no groups any more."""
+    for group in _groups(model):
+        if group.weight_FE is None or not group.intact():
+            group.dissolve()
 
 
 def unfuse(model: PreTrainedModel) -> None:

@@ -119,7 +119,10 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copies on the CPU in one safetensors file, written atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
+    temporary.touch()  # with the permissions of a new file: safetensors gives its own to nobody else
+    mode = temporary.stat().st_mode
     save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary)
+    temporary.chmod(mode)
     os.replace(temporary, path)
 
 

@@ -150,6 +150,9 @@ class Slots(ABC):
         nothing, or (dense) get nothing."""
         return False
 
+    def check(self) -> None:  # noqa: B027 (most have nothing to check)
+        """Raise RuntimeError if steps needed more than was reserved; asks the device where anything was."""
+
     def pin(self, spans_BP2: Tensor) -> None:
         """Never drop the tokens whose positions lie in one of a row's half-open spans [start, stop)."""
         raise ValueError(f"{type(self).__name__} cannot pin tokens")

@@ -24,6 +24,11 @@ Gate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(q [B, R, n, D], k, v [B, H, n, D]) -> (the queries to attend with, what each token decides [B, H, n]: True drops)."""
 
 
+def _place(x: Tensor) -> tuple[object, ...]:
+    """What a captured step knows of a tensor: another one may come to lie where it was."""
+    return x.data_ptr(), tuple(x.shape), x.stride()
+
+
 class PagedSlots(Slots):
     """A token is held while it is one of the last ``window``; what then happens to it was decided ``lag`` tokens after it came.
 
@@ -187,13 +192,17 @@ class PagedSlots(Slots):
             self._known = ()
             return True
         self._give_pages(self.count + tokens)
-        before, self._known = self._known, tuple(getattr(self, name).data_ptr() for name in STORED)
+        before, self._known = self._known, tuple(_place(getattr(self, name)) for name in STORED)
         if moved := before != self._known:
             for name in STORED:
                 x = getattr(self, name)
                 if x.device.type == "cuda" and not x.is_inference():
                     torch._dynamo.mark_static_address(x)
         return moved
+
+    def check(self) -> None:
+        if self.fixed:
+            self._check_missed()
 
     def _check_missed(self) -> None:
         if self.missed.numel() and bool(self.missed.any()):
