@@ -334,9 +334,9 @@ def test_generating_past_what_was_reserved_is_an_error() -> None:
     ids = torch.arange(3, 9)[None]
     with pytest.raises(RuntimeError, match="ran out of their pages"):
         model.generate(ids, max_new_tokens=200, min_new_tokens=200, do_sample=False, past_key_values=cache)
+    other = BoundedCache(attach(tiny_model(), Streaming(Budget(1, 2, 3))))
+    other.allocate(1)
     with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
-        other = BoundedCache(attach(tiny_model(), Streaming(Budget(1, 2, 3))))
-        other.allocate(1)
         other.reserve(-1)
 
 

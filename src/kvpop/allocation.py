@@ -1,7 +1,7 @@
 """Who gets how many slots: a constant budget for each KV head, from what each further slot of it is worth.
 
-    curve_h(k)   what the k-th slot of head h saves of the loss (``calibration.loss_curves``), or the attention that the token in
-                 it is still going to receive (``calibration.remaining_curves``), averaged over texts
+    curve_h(k)   what the k-th slot of head h saves of the loss (``calibration.loss_curves``), or the attention that the token
+                 in it is still going to receive (``calibration.remaining_curves``), averaged over texts
     k_h          how many of these lie above one threshold, the same for all heads of all layers
 
 At equal thresholds no slot would be worth more in another head.
