@@ -64,8 +64,9 @@ def decode_figure(rows: Sequence[Row], path: Path) -> None:
         axes.set_xlabel("tokens seen", fontsize=9)
     handles = [plt.Line2D([], [], color=LOOKS[i % 8][0], marker=LOOKS[i % 8][1]) for i in range(len(policies))]
     handles.append(plt.Line2D([], [], color=GREY, linestyle="--", linewidth=1.0))
-    names = [*policies, "floor: weights and cache, read once or stored"]
-    figure.legend(handles, names, loc="outside upper left", ncols=min(4, len(names)), frameon=False, fontsize=9)
+    names = [*policies, "floor: weights and cache"]
+    columns = min(len(names), 1 + len(batches))  # no wider than the panels
+    figure.legend(handles, names, loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
     save(figure, path)
 
 

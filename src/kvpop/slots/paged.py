@@ -56,7 +56,8 @@ class PagedSlots(Slots):
         if lag not in (0, 1):
             raise ValueError(f"lag must be 0 or 1 token, got {lag}")
         self.window, self.sinks, self.gate, self.lag, self.page, self.weights = window, sinks, gate, lag, page, weights
-        self.fixed, self._known = False, ()
+        self.fixed = False
+        self._known: tuple[tuple[object, ...], ...] = ()  # where memory was when pages were reserved
         self._start(len(k_like), k_like, v_like)
 
     def _start(self, rows: int, k_like: Tensor, v_like: Tensor) -> None:
