@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from common import write
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -135,17 +135,11 @@ def main() -> None:
                     setattr(fused, constant, value)
             del stores
             torch.cuda.empty_cache()
-    if options.out:
-        result = {
-            "what": f"the fused step of a store, Qwen3-8B shapes, {options.budget} slots, window 256, bf16, {SEEN} tokens seen",
-            "machine": torch.cuda.get_device_name(),
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "command": "python benchmarks/fused_step.py " + " ".join(sys.argv[1:]),
-            "bandwidth_gb_s": round(speed / 1e9, 1),
-            "rows": rows,
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1))
+    write(
+        options.out,
+        f"the fused step of a store, Qwen3-8B shapes, {options.budget} slots, window 256, bf16, {SEEN} tokens seen",
+        "python benchmarks/fused_step.py " + " ".join(sys.argv[1:]), rows, bandwidth_gb_s=round(speed / 1e9, 1),
+    )  # fmt: skip
     sys.exit(any("failed" in row for row in rows))
 
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 
 import torch
+from common import PEAK, milliseconds
 from torch import Tensor
 
 from kvpop.ops.future_mass import flex, triton
 
 # Shapes: B batch, R query heads, H KV heads, S sequence, D head dim.
 
-PEAK = 989e12
-"""Dense bfloat16 FLOP/s of an H100 or H200."""
 TOLERANCE = 1e-2
 """Nats between the two: both multiply bfloat16 and add in float32."""
 
@@ -35,19 +32,6 @@ def tiles(text: str) -> triton.Tiles:
         raise argparse.ArgumentTypeError(
             f"tiles are KEYSxQUERIESxWARPSxSTAGES, such as 128x64x8x3, got {text}"
         ) from None
-
-
-def milliseconds(run: Callable[[], Tensor], steps: int) -> float:
-    """Median over ``steps`` calls, each between two events, after three calls that are not counted."""
-    for _ in range(3):
-        run()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(steps)]
-    for before, after in marks:
-        before.record()
-        run()
-        after.record()
-    torch.cuda.synchronize()
-    return statistics.median(before.elapsed_time(after) for before, after in marks)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

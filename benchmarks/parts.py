@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from common import PEAK, milliseconds, write
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -34,24 +34,7 @@ from kvpop.scorers import build_scorer
 
 # Shapes: B batch, R query heads, H KV heads, S sequence, D head dim.
 
-PEAK = 989e12
-"""Dense bfloat16 FLOP/s of an H100 or H200."""
 LAYERS = 36
-
-
-def milliseconds(run: Callable[[], Any], repeats: int) -> float:
-    """Median of ``repeats`` calls between two events, after three that are not counted."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return sorted(times)[len(times) // 2]
 
 
 def parts(S: int, budget: Budget, R: int, H: int, D: int) -> dict[str, tuple[Callable[[], Any], float, float]]:
@@ -173,18 +156,12 @@ def main() -> None:
             for label, policy in policies.items():
                 for chunk in options.chunks:
                     report({"prefill": label, **prefill(model, policy, tokens, chunk)})
-    if options.out:
-        result = {
-            "what": f"parts of training and prefill, Qwen3-8B shapes, budget {options.budget}, window {options.window}, bf16; "
-            f"prefill: {options.layers} layers",
-            "machine": torch.cuda.get_device_name(),
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "command": "python benchmarks/parts.py " + " ".join(sys.argv[1:]),
-            "bandwidth_gb_s": round(speed / 1e9, 1),
-            "rows": rows,
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1))
+    write(
+        options.out,
+        f"parts of training and prefill, Qwen3-8B shapes, budget {options.budget}, window {options.window}, bf16; prefill: "
+        f"{options.layers} layers",
+        "python benchmarks/parts.py " + " ".join(sys.argv[1:]), rows, bandwidth_gb_s=round(speed / 1e9, 1),
+    )  # fmt: skip
     sys.exit(any("failed" in row for row in rows))
 
 

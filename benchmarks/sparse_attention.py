@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import PEAK, milliseconds, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,9 +28,6 @@ from kvpop.core.cutoff import expiry
 from kvpop.ops.sparse_attention import sparse_attention
 
 # Shapes: B batch, R query heads, H KV heads, S sequence, D head dim.
-
-PEAK = 989e12
-"""Dense bf16 FLOP/s of an H100 or H200."""
 
 NEAR = 1e-2
 """The largest relative root mean square error against float64: bf16 rounds to 0.4 % and a result is rounded a few times."""
@@ -105,22 +103,12 @@ def checked_far(attend: Attend, tensors: list[Tensor], expiry_BHS: Tensor) -> fl
     return found
 
 
-def milliseconds(run: Callable[[], Any], options: argparse.Namespace) -> float | None:
+def timed(run: Callable[[], Any], options: argparse.Namespace) -> float | None:
     """Median time of a call on the GPU; on a CPU, where nothing is measured, one call and None."""
     if options.device != "cuda":
         run()
         return None
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(options.repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return sorted(times)[len(times) // 2]
+    return milliseconds(run, options.repeats)
 
 
 def kernel_times(run: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
@@ -152,7 +140,7 @@ def measure(impl: str, options: argparse.Namespace, tensors: list[Tensor], expir
     if not dense:
         row["error_far"] = round(checked_far(attend, tensors, expiry_BHS), 5)
     for name, run, products in (("forward", forward, 2), ("forward_backward", both, 7)):
-        ms, floor = milliseconds(run, options), pairs * products * 2 * options.dim / PEAK * 1e3
+        ms, floor = timed(run, options), pairs * products * 2 * options.dim / PEAK * 1e3
         row[name] = {"ms": ms and round(ms, 3), "floor_ms": round(floor, 3), "ratio": ms and round(ms / floor, 2)}
     if options.kernels and options.device == "cuda":
         row["kernels_ms"] = kernel_times(both)
@@ -227,17 +215,12 @@ def main() -> None:
             except Exception as problem:  # a tile too large for the GPU must not end the others
                 rows.append({**about, "failed": f"{type(problem).__name__}: {problem}"[:300]})
                 print(json.dumps(rows[-1]), flush=True)
-    if options.out:
-        result = {
-            "what": f"training attention, {options.heads} query and {options.kv_heads} KV heads of {options.dim}, batch "
-            f"{options.batch}, budget {options.budget}, window {options.window}, bf16",
-            "machine": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
-            "versions": {"torch": torch.__version__},
-            "command": "python benchmarks/sparse_attention.py " + " ".join(sys.argv[1:]),
-            "rows": rows,
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1))
+    write(
+        options.out,
+        f"training attention, {options.heads} query and {options.kv_heads} KV heads of {options.dim}, batch {options.batch}, "
+        f"budget {options.budget}, window {options.window}, bf16",
+        "python benchmarks/sparse_attention.py " + " ".join(sys.argv[1:]), rows,
+    )  # fmt: skip
     sys.exit(any("failed" in row for row in rows))
 
 

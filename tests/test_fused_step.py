@@ -427,24 +427,28 @@ def test_what_cannot_run_is_refused() -> None:
 # What only a GPU can show.
 
 
+def launches(store, given: list[Tensor]) -> int:
+    """Kernels of one step, which must not wait for the device."""
+    valid = torch.tensor([True, False], device=DEVICE)
+    store.step(*given, valid, 0.1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        store.step(*given, valid, 0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        store.step(*given, valid, 0.1)
+        torch.cuda.synchronize()
+    return sum(event.count for event in profile.key_averages() if event.self_device_time_total > 0)
+
+
 @pytest.mark.parametrize("kind", LEARNED)
 class TestOnAGPU:
     pytestmark = needs_gpu
 
     def test_a_step_is_three_launches_and_asks_nothing_of_the_host(self, kind: str) -> None:
         _, fused = pair(kind, Budget(4, 64, 200), B=2, H=2, D=128, dtype=HALF)
-        q, k, v = tokens(fused, 1, 4, 0)
-        valid = torch.tensor([True, False], device=DEVICE)
-        fused.step(q, k, v, valid, 0.1)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            fused.step(q, k, v, valid, 0.1)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            fused.step(q, k, v, valid, 0.1)
-            torch.cuda.synchronize()
-        assert sum(event.count for event in profile.key_averages() if event.self_device_time_total > 0) == 3
+        assert launches(fused, tokens(fused, 1, 4, 0)) == 3
 
     def test_a_captured_step_goes_on_through_the_first_eviction(self, kind: str) -> None:
         plain, fused = pair(kind, Budget(2, 8, 20), B=2, H=2, D=64)

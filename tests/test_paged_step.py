@@ -21,7 +21,7 @@ from kvpop.policies import DMS, LayerShape, Streaming
 from kvpop.slots import PagedSlots, paged
 from tests.test_cache_step import DEVICE, GPU, HALF, needs_triton
 from tests.test_dms import forward, shaken
-from tests.test_fused_step import needs_gpu, quick_interpreter  # noqa: F401 (a fixture of every test)
+from tests.test_fused_step import launches, needs_gpu, quick_interpreter  # noqa: F401 (a fixture of every test)
 from tests.tiny import VOCAB, tiny_model
 
 # Shapes: B rows, H KV heads, G query heads per KV head, D head dim.
@@ -372,18 +372,7 @@ class TestOnAGPU:
         _, fused = pair(B=2, H=2, G=4, D=128, window=64, page=32, dtype=HALF)
         fused.attend(*tokens(fused, 300, 4, 0), None, 0.1)
         fused.reserve(8)
-        q, k, v = tokens(fused, 1, 4, 1)
-        valid = torch.tensor([True, False], device=DEVICE)
-        fused.step(q, k, v, valid, 0.1)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            fused.step(q, k, v, valid, 0.1)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            fused.step(q, k, v, valid, 0.1)
-            torch.cuda.synchronize()
-        assert sum(event.count for event in profile.key_averages() if event.self_device_time_total > 0) == 2
+        assert launches(fused, tokens(fused, 1, 4, 1)) == 2
 
     @pytest.mark.parametrize("gate", GATES, ids=str)
     @pytest.mark.parametrize("impl", ["reference", "triton"])

@@ -49,7 +49,7 @@ def generation_hooks(model: Any) -> dict[str, Any]:
         lent = len(_KEPT.lent)
         try:
             made = type(self).generate(self, *args, **kwargs)
-            for given in (kwargs.get(name), kwargs.get("past_key_values")):
+            for given in map(kwargs.get, dict.fromkeys((name, "past_key_values"))):
                 if isinstance(given, BoundedCache):
                     given.check_reserved()
             return made

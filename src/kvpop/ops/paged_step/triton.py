@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpop.ops.cache_step.fused.triton import CHANNELS, UNITS, _mlp
+from kvpop.ops.cache_step.fused.triton import CHANNELS, UNITS, _absorb, _highest, _merged, _mlp
 from kvpop.ops.paged_step.api import MLPGate, Pages, Ring
 
 # Shapes: B rows, H KV heads, G query heads per KV head, W window, N pages a head has room for, L tokens a page, D key dim,
@@ -31,22 +31,14 @@ NOTES = tl.constexpr(4)
 
 
 @triton.jit
-def _absorb(
+def _absorb_rows(
     high, mass, summed, query, keys, values, row, held, d, e,
     scale: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, sum and output with the keys and values in these rows."""
+    """``_absorb`` of the keys and values in these rows."""
     key = tl.load(keys + row[:, None] * D + d, mask=held[:, None] & (d < D), other=0.0)
-    logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-    logit = tl.where(held, logit, float("-inf"))
-    higher = tl.maximum(high, tl.max(logit, 1))
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp(logit - safe[:, None])
-    shrink = tl.exp(high - safe)
     value = tl.load(values + row[:, None] * V + e, mask=held[:, None] & (e < V), other=0.0)
-    mass = mass * shrink + tl.sum(weight, 1)
-    summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-    return higher, mass, summed
+    return _absorb(high, mass, summed, query, key, value, held, scale, PRECISION)
 
 
 @triton.jit
@@ -100,14 +92,14 @@ def _attend_and_gate(
                     m = start + i
                     held = m < stop
                     page = tl.load(table + head * N + m // L, mask=held, other=0)
-                    high, mass, summed = _absorb(
+                    high, mass, summed = _absorb_rows(
                         high, mass, summed, query, keys, values, page * L + m % L, held, d, e, scale, D, V, PRECISION
                     )
             else:
                 for start in range(first, stop, BLOCK_M):
                     m = start + i
                     held = (m < stop) & ((m != slot) | ~goes)
-                    high, mass, summed = _absorb(
+                    high, mass, summed = _absorb_rows(
                         high, mass, summed, query, ring_keys, ring_values, head * window + m, held, d, e,
                         scale, D, V, PRECISION,
                     )  # fmt: skip
@@ -143,28 +135,16 @@ def _finish(
     lost = tl.load(notes + head * NOTES + 3) != 0
     real = tl.load(valid + row) != 0 if VALID else t >= 0
 
-    s, d, e = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     query = tl.load(q + (head * G + g) * D + d, mask=d < D, other=0.0).to(tl.float32)
     new_key = tl.load(k + head * D + d, mask=d < D, other=0.0).to(keys.dtype.element_ty)
     new_value = tl.load(v + head * V + e, mask=e < V, other=0.0).to(values.dtype.element_ty)
     new_logit = tl.where(real, tl.sum(query * new_key.to(tl.float32), 0) * scale, float("-inf"))
     used = ring_splits + tl.cdiv(size, split)
-    highest = new_logit
-    for start in range(0, used, BLOCK_T):
-        at = (head * splits + start + s) * (2 * G) + g
-        highest = tl.maximum(highest, tl.max(tl.load(stats + at, mask=start + s < used, other=float("-inf")), 0))
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    highest = _highest(stats, head * splits, used, g, new_logit, G, BLOCK_T)
     new_weight = tl.exp(new_logit - highest)
-    mass = new_weight
     summed = new_weight * new_value.to(tl.float32)
-    for start in range(0, used, BLOCK_T):
-        inside = start + s < used
-        at = head * splits + start + s
-        shrink = tl.exp(tl.load(stats + at * (2 * G) + g, mask=inside, other=float("-inf")) - highest)
-        mass += tl.sum(shrink * tl.load(stats + at * (2 * G) + G + g, mask=inside, other=0.0), 0)
-        part = tl.load(parts + (at[:, None] * G + g) * V + e, mask=inside[:, None] & (e < V), other=0.0)
-        summed += tl.sum(shrink[:, None] * part, 0)
-    result = tl.where(mass > 0, summed / tl.where(mass > 0, mass, 1.0), 0.0)
+    result = _merged(stats, parts, head * splits, used, g, highest, new_weight, summed, e, G, V, BLOCK_T)
     result = tl.where(lost, float("nan"), result)
     tl.store(out + (head * G + g) * V + e, result.to(out.dtype.element_ty), mask=e < V)
 

@@ -14,7 +14,7 @@ scratch ("notes"), and the last reads keys and values only where nothing is writ
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -38,6 +38,7 @@ STAGES = 3
 """Blocks of slots that are under way at a time."""
 WARPS = 4
 SCORE_WARPS = 4
+"""Of a program that scores; the others have ``WARPS``."""
 SEARCH = 4096
 """Slots among which one program finds the worst."""
 UNITS = 64
@@ -226,6 +227,46 @@ def _worst(
 
 
 @triton.jit
+def _absorb(high, mass, summed, query, key, value, held, scale: tl.constexpr, PRECISION: tl.constexpr):
+    """The running maximum, sum and output with these keys and values, of those that are held."""
+    logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    logit = tl.where(held, logit, float("-inf"))
+    higher = tl.maximum(high, tl.max(logit, 1))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp(logit - safe[:, None])
+    shrink = tl.exp(high - safe)
+    mass = mass * shrink + tl.sum(weight, 1)
+    summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+    return higher, mass, summed
+
+
+@triton.jit
+def _highest(stats, first, count, g, highest, G: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The largest logit of a query head in splits first .. first + count, or ``highest``; 0 for -inf."""
+    s = tl.arange(0, BLOCK_T)
+    for start in range(0, count, BLOCK_T):
+        at = (first + start + s) * (2 * G) + g
+        highest = tl.maximum(highest, tl.max(tl.load(stats + at, mask=start + s < count, other=float("-inf")), 0))
+    return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+@triton.jit
+def _merged(
+    stats, parts, first, count, g, highest, mass, summed, e, G: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """The output of a query head: what these splits came to beside what is there, relative to exp(highest)."""
+    s = tl.arange(0, BLOCK_T)
+    for start in range(0, count, BLOCK_T):
+        inside = start + s < count
+        at = first + start + s
+        shrink = tl.exp(tl.load(stats + at * (2 * G) + g, mask=inside, other=float("-inf")) - highest)
+        mass += tl.sum(shrink * tl.load(stats + at * (2 * G) + G + g, mask=inside, other=0.0), 0)
+        part = tl.load(parts + (at[:, None] * G + g) * V + e, mask=inside[:, None] & (e < V), other=0.0)
+        summed += tl.sum(shrink[:, None] * part, 0)
+    return tl.where(mass > 0, summed / tl.where(mass > 0, mass, 1.0), 0.0)
+
+
+@triton.jit
 def _attend(
     q, keys, values, least, ring, parts, stats, head, part, t, real, size, base, split, splits, window,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DUE: tl.constexpr,
@@ -249,20 +290,12 @@ def _attend(
             key = tl.load(keys + (base + m[:, None]) * D + d, mask=(m < stop)[:, None], other=0.0)
         else:
             key = tl.load(keys + (base + m[:, None]) * D + d, mask=(m < stop)[:, None] & (d < D), other=0.0)
-        logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        stays = (m < stop) & (((m != old) & (m != due)) | ~dropping)
-        logit = tl.where(stays, logit, float("-inf"))
-        higher = tl.maximum(high, tl.max(logit, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp(logit - safe[:, None])
-        shrink = tl.exp(high - safe)
         if V == BLOCK_V:
             value = tl.load(values + (base + m[:, None]) * V + e, mask=(m < stop)[:, None], other=0.0)
         else:
             value = tl.load(values + (base + m[:, None]) * V + e, mask=(m < stop)[:, None] & (e < V), other=0.0)
-        mass = mass * shrink + tl.sum(weight, 1)
-        summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-        high = higher
+        stays = (m < stop) & (((m != old) & (m != due)) | ~dropping)
+        high, mass, summed = _absorb(high, mass, summed, query, key, value, stays, scale, PRECISION)
     at = head * splits + part
     tl.store(stats + at * (2 * G) + g, high, mask=g < G)
     tl.store(stats + at * (2 * G) + G + g, mass, mask=g < G)
@@ -435,7 +468,7 @@ def _finish(
     stays = tl.where(due_goes, old, due)
     added = real & full & (stays >= 0)
 
-    s, d, e = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     query = tl.load(q + (head * G + g) * D + d, mask=d < D, other=0.0).to(tl.float32)
     new_key = tl.load(k + head * D + d, mask=d < D, other=0.0).to(keys.dtype.element_ty)
     new_value = tl.load(v + head * V + e, mask=e < V, other=0.0).to(values.dtype.element_ty)
@@ -443,22 +476,11 @@ def _finish(
     value = tl.load(values + (base + stays) * V + e, mask=added & (e < V), other=0.0).to(tl.float32)
     new_logit = tl.where(real, tl.sum(query * new_key.to(tl.float32), 0) * scale, float("-inf"))
     logit = tl.where(added, tl.sum(query * key, 0) * scale, float("-inf"))
-    highest = tl.maximum(new_logit, logit)
-    for start in range(0, splits, BLOCK_T):
-        at = (head * splits + start + s) * (2 * G) + g
-        highest = tl.maximum(highest, tl.max(tl.load(stats + at, mask=start + s < splits, other=float("-inf")), 0))
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    highest = _highest(stats, head * splits, splits, g, tl.maximum(new_logit, logit), G, BLOCK_T)
     new_weight, weight = tl.exp(new_logit - highest), tl.exp(logit - highest)
     mass = new_weight + weight
     summed = new_weight * new_value.to(tl.float32) + weight * value
-    for start in range(0, splits, BLOCK_T):
-        inside = start + s < splits
-        at = head * splits + start + s
-        shrink = tl.exp(tl.load(stats + at * (2 * G) + g, mask=inside, other=float("-inf")) - highest)
-        mass += tl.sum(shrink * tl.load(stats + at * (2 * G) + G + g, mask=inside, other=0.0), 0)
-        part = tl.load(parts + (at[:, None] * G + g) * V + e, mask=inside[:, None] & (e < V), other=0.0)
-        summed += tl.sum(shrink[:, None] * part, 0)
-    result = tl.where(mass > 0, summed / tl.where(mass > 0, mass, 1.0), 0.0)
+    result = _merged(stats, parts, head * splits, splits, g, highest, mass, summed, e, G, V, BLOCK_T)
     tl.store(out + (head * G + g) * V + e, result.to(out.dtype.element_ty), mask=e < V)
 
     if g == 0:
@@ -572,8 +594,8 @@ def step(
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
     )  # fmt: skip
     BLOCK_A = triton.next_power_of_2(int(sizes["A"]))
-    with _beside(device) if scorers else nullcontext():
-        if scorers:
+    if scorers:
+        with _beside(device):
             _score[(heads * scorers,)](
                 k, v, keys, values, seen_B, valid, ring_BHw, bases, *weights, scores,
                 heads, H, M, total, window,
