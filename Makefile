@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 OLDEST := .venv-oldest
+KERNELS := $(wildcard tests/test_*_triton.py) $(patsubst %,tests/test_%.py,cache_step fused_step paged_step ragged)
 
-.PHONY: demo test test-slow test-oldest test-lm-eval test-all lint format gpu-check clean
+.PHONY: demo test test-slow test-oldest test-lm-eval test-kernels test-all lint format gpu-check clean
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit("kvpop needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -41,6 +42,11 @@ test-lm-eval: $(VENV)/.ready
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[lm-eval]'
 	$(BIN)/python -m pytest tests/test_lm_eval.py
 
+# The Triton kernels on a CPU, in Triton's interpreter: `make test` has no Triton and skips them.
+test-kernels: $(VENV)/.ready
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target .triton triton==3.6.0
+	PYTHONPATH=.triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(KERNELS)
+
 # The newest and the oldest transformers, one after the other.
 test-all: test test-oldest
 
@@ -56,7 +62,7 @@ format: $(VENV)/.ready
 # On a machine with an NVIDIA GPU; uses the python that is active, which brings its own torch.
 gpu-check:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
-	PYTHONPATH=src $(PYTHON) -m pytest tests/test_cache_step.py
+	PYTHONPATH=src $(PYTHON) -m pytest $(KERNELS)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) out build dist
+	rm -rf $(VENV) $(OLDEST) .triton out build dist
