@@ -13,13 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpop import capture
 from kvpop.budget import Budget, cache_bytes
+from kvpop.cache import BoundedCache
 from kvpop.ops.cache_step import api
 from kvpop.ops.cache_step.fused import Weights, derive
+from kvpop.policies import KVpop
 from kvpop.policies.random import RandomScorer
 from kvpop.scorers import ConstantScorer, Scorer, build_scorer
 from kvpop.slots import RankedSlots, ranked
+from tests.test_cache import feed, model_with, text
 from tests.test_cache_step import DEVICE, GPU, HALF, SHAPES, exact, needs_triton, new_token, store
+from tests.tiny import SIZES
 
 # Shapes: B rows, H KV heads, G query heads per KV head, M slots, D head dim.
 
@@ -425,6 +430,30 @@ def test_what_cannot_run_is_refused() -> None:
 
 
 # What only a GPU can show.
+
+
+@needs_triton
+def test_compiled_layers_are_a_graph_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More layers than Dynamo's own limit, before and after the first eviction: nothing is compiled a second time."""
+    layers = 9
+    monkeypatch.setitem(SIZES, "num_hidden_layers", layers)
+    monkeypatch.setattr(ranked, "impl_for", lambda like: "triton")
+    monkeypatch.setitem(capture.COMPILE, "backend", "aot_eager")  # traces, guards and says what is written where
+    model = model_with(KVpop(Budget(1, 2, 2)), dtype=torch.float32, family="qwen3", kv_heads=1).to(DEVICE)
+    ids = text(1, 6).to(DEVICE)
+    plain, compiled = BoundedCache(model), BoundedCache(model)
+    for cache in (plain, compiled):
+        feed(model, cache, ids[:, :4])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    steps = [dict(ids=ids[:, t : t + 1], position_ids=torch.full((1, 1), t, device=DEVICE)) for t in (4, 5)]
+    expected = [feed(model, plain, **step) for step in steps]
+    with capture.compiled_layers(model):
+        for step, logits in zip(steps, expected):
+            torch.testing.assert_close(feed(model, compiled, **step), logits, rtol=1e-4, atol=1e-4)
+    assert plain.held_positions() == compiled.held_positions()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == layers + 1  # and the norm
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def launches(store, given: list[Tensor]) -> int:

@@ -504,24 +504,25 @@ def _finish(
         tl.store(seen + row, (t + 1).to(tl.int64), mask=real & (head % H == 0))
 
 
-def _scoring(
-    scorer: Weights | Tensor, state: tuple[Tensor, ...], unused: Tensor
-) -> tuple[tuple[Tensor, ...], dict[str, int | float]]:
-    """(tensors, sizes) that the first launch takes for its scorer; ``unused`` stands in for what this scorer lacks."""
-    shift, spread, mlp, memory, C, m = unused, unused, (unused,) * 4, (unused,) * 8, unused, unused
-    perceptron, remembers, N, A, cap = 0, 0, 1, 1, 0.0
-    if isinstance(scorer, Weights):
-        shift, spread = scorer.shift_HE, scorer.scale_HE
-        if scorer.mlp is not None:
-            x = scorer.mlp
-            mlp, N = (x.w1_HEN, x.b1_HN, x.w2_HN, x.b2_H), x.w1_HEN.shape[-1]
-            perceptron = triton.cdiv(N, UNITS)
-        if scorer.memory is not None:
-            y = scorer.memory
-            memory = (y.w_q_HEA, y.w_k_HEA, y.w_v_HEA, y.w_i_HE, y.w_f_HE, y.b_f_H, y.a_HA, y.b_H)
-            (C, m), remembers, A, cap = state, 1, y.w_q_HEA.shape[-1], y.gate_cap
-    sizes = {"MEMORY": remembers, "PERCEPTRON": perceptron, "A": A, "N": N, "CAP": cap}
-    return (shift, spread, *mlp, *memory, C, m), sizes
+def _weights(scorer: Weights | Tensor) -> list[Tensor | None]:
+    """The weights in the order in which the first launch takes them; None for those of what this scorer lacks."""
+    lacks: list[Tensor | None] = [None] * 14
+    if not isinstance(scorer, Weights):
+        return lacks
+    mlp, memory = lacks[2:6], lacks[6:]
+    if (x := scorer.mlp) is not None:
+        mlp = [x.w1_HEN, x.b1_HN, x.w2_HN, x.b2_H]
+    if (y := scorer.memory) is not None:
+        memory = [y.w_q_HEA, y.w_k_HEA, y.w_v_HEA, y.w_i_HE, y.w_f_HE, y.b_f_H, y.a_HA, y.b_H]
+    return [scorer.shift_HE, scorer.scale_HE, *mlp, *memory]
+
+
+def _sizes(weights: list[Tensor | None], cap: float) -> tuple[dict[str, int | float], int]:
+    """Sizes that the first launch takes for its scorer, and how many of its programs score a head."""
+    w1, w_q = weights[2], weights[6]
+    perceptron, remembers = 0 if w1 is None else triton.cdiv(w1.shape[-1], UNITS), int(w_q is not None)
+    N, A = (1 if x is None else x.shape[-1] for x in (w1, w_q))
+    return {"MEMORY": remembers, "PERCEPTRON": perceptron, "A": A, "N": N, "CAP": cap}, remembers + perceptron
 
 
 @cache
@@ -565,15 +566,61 @@ def step(
     layout: Layout | None,
 ) -> Tensor:
     """See ``api.step``."""
+    fresh = scorer.contiguous() if isinstance(scorer, Tensor) else None
+    C, m, cap = None, None, 0.0
+    if isinstance(scorer, Weights) and scorer.memory is not None:
+        (C, m), cap = state, scorer.memory.gate_cap
+    size, base, total = (None, None, 0) if layout is None else (layout.size_H, layout.base_H, layout.total)
+    with torch.no_grad():
+        return _step(
+            q_BR1D.contiguous(), k_BH1D.contiguous(), v_BH1V.contiguous(), keys, values, position, priority, seen_B,
+            least_BH, ring_BHw, fresh, _weights(scorer), C, m, cap, log_gamma_H, decay_step, sinks, window, due, scale,
+            None if valid_B is None else valid_B.contiguous(), pins_BP2, size, base, total,
+        )  # fmt: skip
+
+
+@torch.library.custom_op(
+    "kvpop::fused_step",
+    mutates_args=("keys", "values", "position", "priority", "seen_B", "least_BH", "ring_BHw", "C", "m"),
+)
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    priority: Tensor,
+    seen_B: Tensor,
+    least_BH: Tensor,
+    ring_BHw: Tensor,
+    fresh: Tensor | None,
+    weights: list[Tensor | None],
+    C: Tensor | None,
+    m: Tensor | None,
+    cap: float,
+    log_gamma_H: Tensor,
+    decay_step: int,
+    sinks: int,
+    window: int,
+    due: bool,
+    scale: float,
+    valid_B: Tensor | None,
+    pins_BP2: Tensor | None,
+    size_H: Tensor | None,
+    base_H: Tensor | None,
+    total: int,
+) -> Tensor:
+    """The launches, one operation to ``torch.compile``: it cannot follow one stream beside another, and need not."""
     (B, H, M), D, V = position.shape, keys.shape[-1], values.shape[-1]
-    R = q_BR1D.shape[1]
+    R = q.shape[1]
     heads, G, device = B * H, R // H, keys.device
-    total = H * M if layout is None else layout.total
+    if size_H is None:
+        total = H * M
     blocks = triton.cdiv(triton.cdiv(total, H), BLOCK)  # of a head of average size: larger ones have more splits
     split = triton.cdiv(blocks, max(1, min(triton.cdiv(PROGRAMS, heads), blocks))) * BLOCK
     splits = triton.cdiv(M, split)
-    weights, sizes = _scoring(scorer, state, log_gamma_H)
-    scorers = int(sizes["MEMORY"] + sizes["PERCEPTRON"])
+    sizes, scorers = _sizes(weights, cap)
     parts = torch.empty(heads, splits, G, V, dtype=torch.float32, device=device)
     searches = triton.cdiv(M, SEARCH)
     stats = torch.empty(heads, splits, 2 * G, dtype=torch.float32, device=device)
@@ -582,13 +629,11 @@ def step(
     notes = torch.empty(heads, NOTES.value, dtype=torch.int32, device=device)
     scores = torch.empty(heads, max(1, scorers), dtype=torch.float32, device=device)
     priority_of_old = torch.empty(heads, dtype=torch.float32, device=device)
-    out = torch.empty(B, R, 1, V, dtype=q_BR1D.dtype, device=device)
-    q, k, v = q_BR1D.contiguous(), k_BH1D.contiguous(), v_BH1V.contiguous()
-    # What stands in for an argument that is not there must not be written: a compiler keeps apart what is passed twice.
-    valid = q if valid_B is None else valid_B.contiguous()
+    out = torch.empty(B, R, 1, V, dtype=q.dtype, device=device)
+    # q stands in for what is not there.
+    valid, lengths, bases = (q if x is None else x for x in (valid_B, size_H, base_H))
     pins, P = (q, 0) if pins_BP2 is None else (pins_BP2, pins_BP2.shape[1])
-    lengths, bases = (q, q) if layout is None else (layout.size_H, layout.base_H)
-    flags = dict(D=D, V=V, DUE=due, VALID=valid_B is not None, LAYOUT=layout is not None)
+    flags = dict(D=D, V=V, DUE=due, VALID=valid_B is not None, LAYOUT=size_H is not None)
     common = dict(
         **flags, scale=scale, G=G, P=P,
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
@@ -597,7 +642,8 @@ def step(
     if scorers:
         with _beside(device):
             _score[(heads * scorers,)](
-                k, v, keys, values, seen_B, valid, ring_BHw, bases, *weights, scores,
+                k, v, keys, values, seen_B, valid, ring_BHw, bases,
+                *(q if x is None else x for x in (*weights, C, m)), scores,
                 heads, H, M, total, window,
                 **flags, **sizes, UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A), BLOCK_E=CHANNELS,
                 num_warps=SCORE_WARPS,
@@ -616,10 +662,15 @@ def step(
         torch.cuda.current_stream(device).wait_stream(_side(device))
     _finish[(heads, G)](
         q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
-        priority_of_old if isinstance(scorer, Weights) else scorer.contiguous(), log_gamma_H,
+        priority_of_old if fresh is None else fresh, log_gamma_H,
         parts, stats, ranks, marks, notes, scores, priority_of_old, out,
         H, M, total, splits, searches, sinks, window, decay_step,
         **common, SCORERS=scorers, BLOCK_P=triton.next_power_of_2(max(1, scorers)),
         BLOCK_S=triton.next_power_of_2(searches), BLOCK_T=min(32, triton.next_power_of_2(splits)), num_warps=4,
     )  # fmt: skip
     return out
+
+
+@_step.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[-1])
