@@ -308,6 +308,9 @@ class ConstantScorer(Scorer):
         super().__init__(heads, head_dim, delayed=False)
         self.value = value
 
+    def step_weights(self) -> Weights | None:
+        return None if self.value else self._own_weights()
+
     def _advance(
         self, state: State, x_new_NHLE: Tensor, x_due_NHLE: Tensor, valid_NL: Tensor | None
     ) -> tuple[Tensor, State]:

@@ -44,7 +44,7 @@ class MemoryWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """A scorer the fused step can run: what standardises x, and one or both of its parts, whose scores add up.
+    """A scorer the fused step can run: what standardises x, and its parts, whose scores add up: to 0 if there are none.
 
     These are the scorer's own tensors, of any floating dtype: nothing is copied, so they never go stale.
     """

@@ -30,11 +30,11 @@ from kvpop.ops.mlstm.api import SMALLEST_NORMALISER
 # A value channels of the memory (its features are 2 A), N hidden units of the MLP in parts of UNITS. Slot m of a head has its
 # position at head * M + m, its key and value at base + m: the same place, unless heads have different sizes (``Layout``).
 
-PROGRAMS = 264
-"""About how many programs the attention is spread over: two per multiprocessor of an H100 or H200."""
+PROGRAMS = 396
+"""Programs of the attention that run at a time: three per multiprocessor of an H100 or H200."""
 BLOCK = 64
 """Slots that one program loads at once."""
-STAGES = 3
+STAGES = 2
 """Blocks of slots that are under way at a time."""
 WARPS = 4
 SCORE_WARPS = 4
@@ -426,7 +426,7 @@ def _finish(
     parts, stats, ranks, marks, notes, scores, priority_of_old, out,
     H, M, total, splits, searches, sinks, window, decay_step,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
-    DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr, SCORERS: tl.constexpr,
+    DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr, FRESH: tl.constexpr, SCORERS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
@@ -442,15 +442,15 @@ def _finish(
     base = row * total + tl.load(bases + head % H) if LAYOUT else head * M
     full = t >= size
 
-    if SCORERS > 0:
+    if FRESH:
+        made = tl.load(fresh + head)
+    else:
         p = tl.arange(0, BLOCK_P)
         score = tl.sum(tl.load(scores + head * SCORERS + p, mask=p < SCORERS, other=0.0), 0)
         bucket = (t - window if DUE else t) // decay_step
         # The product is exact in float64 and rounded once: never fused with the sum, which would round otherwise than torch.
         decay = bucket.to(tl.float32).to(tl.float64) * tl.load(log_gamma + head % H).to(tl.float32).to(tl.float64)
         made = score - decay.to(tl.float32)
-    else:
-        made = tl.load(fresh + head)
 
     # Of the two that may go, which one does.
     rank = _as_rank(made)
@@ -502,6 +502,15 @@ def _finish(
         )  # fmt: skip
         tl.store(least + head, worst, mask=real)
         tl.store(seen + row, (t + 1).to(tl.int64), mask=real & (head % H == 0))
+
+
+def blocks_of_split(blocks: int, heads: int, programs: int) -> int:
+    """How many of a head's ``blocks`` one program takes, where ``programs`` run at a time: in few, well filled rounds.
+
+    Least rounds * (blocks of a split + 1): to start a program, and to merge what it made, costs about as much as a block.
+    """
+    sizes = [-(-blocks // max(1, min(blocks, rounds * programs // heads))) for rounds in (1, 2, 3, 4)]
+    return min(sizes, key=lambda size: -(-heads * -(-blocks // size) // programs) * (size + 1))
 
 
 def _weights(scorer: Weights | Tensor) -> list[Tensor | None]:
@@ -618,7 +627,7 @@ def _step(
     if size_H is None:
         total = H * M
     blocks = triton.cdiv(triton.cdiv(total, H), BLOCK)  # of a head of average size: larger ones have more splits
-    split = triton.cdiv(blocks, max(1, min(triton.cdiv(PROGRAMS, heads), blocks))) * BLOCK
+    split = blocks_of_split(blocks, heads, PROGRAMS) * BLOCK
     splits = triton.cdiv(M, split)
     sizes, scorers = _sizes(weights, cap)
     parts = torch.empty(heads, splits, G, V, dtype=torch.float32, device=device)
@@ -665,7 +674,7 @@ def _step(
         priority_of_old if fresh is None else fresh, log_gamma_H,
         parts, stats, ranks, marks, notes, scores, priority_of_old, out,
         H, M, total, splits, searches, sinks, window, decay_step,
-        **common, SCORERS=scorers, BLOCK_P=triton.next_power_of_2(max(1, scorers)),
+        **common, FRESH=fresh is not None, SCORERS=scorers, BLOCK_P=triton.next_power_of_2(max(1, scorers)),
         BLOCK_S=triton.next_power_of_2(searches), BLOCK_T=min(32, triton.next_power_of_2(splits)), num_warps=4,
     )  # fmt: skip
     return out
