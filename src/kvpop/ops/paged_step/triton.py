@@ -16,16 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpop.ops.cache_step.fused.triton import CHANNELS, UNITS, _absorb, _highest, _merged, _mlp, blocks_of_split
+from kvpop.ops.cache_step.fused.triton import UNITS, _absorb, _highest, _merged, _mlp
 from kvpop.ops.paged_step.api import MLPGate, Pages, Ring
 
 # Shapes: B rows, H KV heads, G query heads per KV head, W window, N pages a head has room for, L tokens a page, D key dim,
 # V value dim, U hidden units of the gate in parts of UNITS. Of the splits of a head those of the ring come first.
 
 PROGRAMS = 264
-"""Programs of the attention that run at a time: two per multiprocessor of an H100 or H200."""
+"""About how many programs the attention is spread over: two per multiprocessor of an H100 or H200."""
 BLOCK = 64
 """Places that one program loads at once."""
+CHANNELS = 128
+"""Channels of x that the gate multiplies at once; more would take registers from the attention in the same launch."""
 NOTES = tl.constexpr(4)
 """Per head: the token's position, tokens in pages, the page for the token that stays (0: none does), whether it had none."""
 
@@ -195,7 +197,7 @@ def step(
     V, R, device = pages.values_PLV.shape[-1], q_BR1D.shape[1], pages.keys_PLD.device
     heads, G = B * H, R // H
     blocks = triton.cdiv(max(1, min((P - 1) * L // heads, N * L)) + W, BLOCK)  # of a head of average size
-    split = blocks_of_split(blocks, heads, PROGRAMS) * BLOCK
+    split = triton.cdiv(blocks, max(1, min(triton.cdiv(PROGRAMS, heads), blocks))) * BLOCK
     ring_splits = triton.cdiv(W, split)
     splits = ring_splits + triton.cdiv(N * L, split)
     q, k, v = q_BR1D.contiguous(), k_BH1D.contiguous(), v_BH1V.contiguous()

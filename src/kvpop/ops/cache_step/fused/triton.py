@@ -30,8 +30,10 @@ from kvpop.ops.mlstm.api import SMALLEST_NORMALISER
 # A value channels of the memory (its features are 2 A), N hidden units of the MLP in parts of UNITS. Slot m of a head has its
 # position at head * M + m, its key and value at base + m: the same place, unless heads have different sizes (``Layout``).
 
-PROGRAMS = 396
-"""Programs of the attention that run at a time: three per multiprocessor of an H100 or H200."""
+PROGRAMS = 660
+"""Programs of the attention that run at a time, heads of 128 channels: five per multiprocessor of an H100 or H200."""
+LEAST = 2
+"""Blocks of a split, at least: to start a program, and to merge what it made, costs as much as a block."""
 BLOCK = 64
 """Slots that one program loads at once."""
 STAGES = 2
@@ -43,7 +45,7 @@ SEARCH = 4096
 """Slots among which one program finds the worst."""
 UNITS = 64
 """Hidden units of the MLP that one program computes."""
-CHANNELS = 128
+CHANNELS = 256
 """Channels of x that a scorer's program multiplies at once: few rounds, since each one waits for its weights."""
 NOTES = tl.constexpr(4)
 """Per head: the token's position, the slot and the position of the worst ranked before, the slot of the token that is due."""
@@ -504,15 +506,6 @@ def _finish(
         tl.store(seen + row, (t + 1).to(tl.int64), mask=real & (head % H == 0))
 
 
-def blocks_of_split(blocks: int, heads: int, programs: int) -> int:
-    """How many of a head's ``blocks`` one program takes, where ``programs`` run at a time: in few, well filled rounds.
-
-    Least rounds * (blocks of a split + 1): to start a program, and to merge what it made, costs about as much as a block.
-    """
-    sizes = [-(-blocks // max(1, min(blocks, rounds * programs // heads))) for rounds in (1, 2, 3, 4)]
-    return min(sizes, key=lambda size: -(-heads * -(-blocks // size) // programs) * (size + 1))
-
-
 def _weights(scorer: Weights | Tensor) -> list[Tensor | None]:
     """The weights in the order in which the first launch takes them; None for those of what this scorer lacks."""
     lacks: list[Tensor | None] = [None] * 14
@@ -627,7 +620,7 @@ def _step(
     if size_H is None:
         total = H * M
     blocks = triton.cdiv(triton.cdiv(total, H), BLOCK)  # of a head of average size: larger ones have more splits
-    split = blocks_of_split(blocks, heads, PROGRAMS) * BLOCK
+    split = max(LEAST, triton.cdiv(blocks, max(1, PROGRAMS // heads))) * BLOCK
     splits = triton.cdiv(M, split)
     sizes, scorers = _sizes(weights, cap)
     parts = torch.empty(heads, splits, G, V, dtype=torch.float32, device=device)
@@ -654,7 +647,7 @@ def _step(
                 k, v, keys, values, seen_B, valid, ring_BHw, bases,
                 *(q if x is None else x for x in (*weights, C, m)), scores,
                 heads, H, M, total, window,
-                **flags, **sizes, UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A), BLOCK_E=CHANNELS,
+                **flags, **sizes, UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A), BLOCK_E=min(CHANNELS, triton.next_power_of_2(D + V)),
                 num_warps=SCORE_WARPS,
             )  # fmt: skip
     _attend_and_search[(heads * (searches + splits),)](
