@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
-from kvpop import capture
+from kvpop import capture, projections
 from kvpop.attachment import attach, detach
 from kvpop.budget import Budget
 from kvpop.cache import BoundedCache
@@ -19,6 +20,7 @@ from kvpop.capture import TUNES, compile_layers, compiled_layers, plain_layers
 from kvpop.policies import KVpop
 from kvpop.projections import FusedLinear, fuse, fused, unfuse
 from tests.test_cache import feed, text
+from tests.test_cache_step import needs_triton
 from tests.tiny import family_model, tiny_model
 
 NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -410,3 +412,24 @@ def test_what_the_caller_had_fused_stays_fused(model) -> None:
     with compiled_layers(model, fused=True):
         assert isinstance(modules(model)[0], FusedLinear)
     assert type(modules(model)[0]) is nn.Linear
+
+
+# Products of few rows.
+
+
+@needs_triton
+@pytest.mark.parametrize("compiled", [False, True])
+def test_few_rows_take_the_kernel_in_every_projection(model, monkeypatch, compiled: bool) -> None:
+    expected = logits(model, rows=1, length=1), logits(model)
+    monkeypatch.setitem(capture.COMPILE, "backend", "aot_eager")
+    monkeypatch.setattr(projections, "takes", lambda weight: True)
+    few = lambda x: "triton" if x.numel() == x.shape[-1] else "reference"  # noqa: E731
+    monkeypatch.setattr(projections, "kernel_or_reference", few)
+    assert fuse(model) == 2 * 4 + 1
+    with capture.compiled_layers(model) if compiled else nullcontext():
+        close(logits(model, rows=1, length=1), expected[0])
+        assert compiled or products(model, lambda: logits(model, rows=1, length=1)) == 0
+        close(logits(model), expected[1])
+    unfuse(model)
+    assert type(model.lm_head) is nn.Linear
+    assert torch.equal(logits(model), expected[1])

@@ -3,6 +3,8 @@
 A fused model has the modules, parameters and names that it had. The parameters of a group have become views of one tensor, its
 rows in order; the first module of the group that is called computes the outputs of all, and the others take theirs. For
 inference: with gradients enabled every module computes its own output from its own parameters.
+
+On a GPU, products of few rows are those of ``ops.few_rows``, also of the modules that share their input with no other.
 """
 
 from __future__ import annotations
@@ -18,10 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvpop.ops.few_rows import kernel_or_reference, linear, takes
+
 # Shapes: E input features, F output features of a group, all modules together.
 
-GROUPS = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
-"""Child of a decoder layer -> its projections of one input, in the order in which they are called."""
+GROUPS = (
+    ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    ("self_attn", ("o_proj",)),
+    ("mlp", ("gate_proj", "up_proj")),
+    ("mlp", ("down_proj",)),
+)
+"""Child of a decoder layer, and its projections of one input, in the order in which they are called."""
 
 
 class Group:
@@ -87,7 +96,10 @@ class FusedLinear(nn.Linear):
         if not together or (state is None and not traced):
             return F.linear(input, self.weight, self.bias)
         if self.part == 0:
-            outputs = F.linear(input, group.weight_FE, group.bias_F).split(group.sizes, -1)  # type: ignore[arg-type]
+            product = linear(input, group.weight_FE, group.bias_F, impl=kernel_or_reference(input))  # type: ignore[arg-type]
+            if len(group.sizes) == 1:
+                return product
+            outputs = product.split(group.sizes, -1)
             group.stash = input, state, outputs
             return outputs[0]
         stash = group.stash
@@ -114,6 +126,7 @@ class FusedLinear(nn.Linear):
 
 def fuse(model: PreTrainedModel) -> int:
     """One product for the q, k and v projections of a decoder layer, and one for gate and up; how many groups there are now.
+    Where ``ops.few_rows`` has a kernel, other projections and the head are groups of one.
 
     Left alone: modules that are not plain ``nn.Linear`` (quantised, LoRA, parametrised), have hooks or a forward of their own,
     differ in dtype, device, input features or in having a bias, and parameters that are tied, sharded or on the meta device.
@@ -129,11 +142,20 @@ def fuse(model: PreTrainedModel) -> int:
     ]
     users = Counter(map(_storage, tensors))
     for layer in model.get_decoder().layers:
-        for child, names in GROUPS.items():
+        for child, names in GROUPS:
             modules: list[Any] = [getattr(getattr(layer, child, None), name, None) for name in names]
-            if all(_plain(module) for module in modules) and _fit(modules, users):
+            if len(names) == 1:
+                _alone(modules[0])
+            elif all(_plain(module) for module in modules) and _fit(modules, users):
                 Group(modules)
+    _alone(model.get_output_embeddings())
     return len(_groups(model))
+
+
+def _alone(module: Any) -> None:
+    """A group of one, which moves nothing, if that is worth it."""
+    if _plain(module) and takes(module.weight) and not module.weight.is_inference():
+        Group([module])
 
 
 def is_fused(model: PreTrainedModel) -> bool:

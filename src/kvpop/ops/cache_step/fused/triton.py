@@ -647,8 +647,8 @@ def _step(
                 k, v, keys, values, seen_B, valid, ring_BHw, bases,
                 *(q if x is None else x for x in (*weights, C, m)), scores,
                 heads, H, M, total, window,
-                **flags, **sizes, UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A), BLOCK_E=min(CHANNELS, triton.next_power_of_2(D + V)),
-                num_warps=SCORE_WARPS,
+                **flags, **sizes, UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A),
+                BLOCK_E=min(CHANNELS, triton.next_power_of_2(D + V)), num_warps=SCORE_WARPS,
             )  # fmt: skip
     _attend_and_search[(heads * (searches + splits),)](
         q, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,

@@ -1,0 +1,77 @@
+"""The product for few rows against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpop.ops.few_rows import kernel_or_reference, linear
+from tests.test_cache_step import DEVICE, GPU, HALF, needs_triton
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def made(rows: tuple[int, ...], E: int, N: int, dtype: torch.dtype, bias: bool) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(E + N)
+    x, w, b = (torch.randn(*s, generator=g).to(DEVICE, dtype) for s in ((*rows, E), (N, E), (N,)))
+    return x, w * E**-0.5, b if bias else None
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF][: 3 if GPU else 2])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 1), (17,), (64,)])
+@pytest.mark.parametrize(("E", "N"), [(64, 48), (96, 7), (576, 130), (1536, 33), (3000, 5)])
+def test_it_is_the_product(rows: tuple[int, ...], E: int, N: int, bias: bool, dtype: torch.dtype) -> None:
+    x, w, b = made(rows, E, N, dtype, bias)
+    expected = torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double())
+    got = linear(x, w, b, impl="triton")
+    assert got.dtype == dtype
+    assert got.shape == (*rows, N)
+    torch.testing.assert_close(got.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@needs_triton
+def test_one_row_next_to_others_is_the_same() -> None:
+    x, w, b = made((5,), 96, 40, torch.float32, True)
+    together = linear(x, w, b, impl="triton")
+    for i in range(5):
+        torch.testing.assert_close(linear(x[i], w, b, impl="triton"), together[i], rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_no_rows() -> None:
+    assert linear(torch.zeros(0, 16), torch.zeros(4, 16), impl="triton").shape == (0, 4)
+
+
+@needs_triton
+def test_what_it_refuses() -> None:
+    x, w = torch.zeros(2, 16, device=DEVICE), torch.zeros(4, 16, device=DEVICE)
+    for error, arguments in {
+        "shapes do not fit": (x[:, :8], w),
+        "at most 64 rows, got 65": (x[:1].expand(65, -1), w),
+        "one dtype": (x.half(), w),
+        "contiguous weights": (x[:, :4].contiguous(), w.T),
+        "got \\[torch.float64": (x.double(), w.double()),
+    }.items():
+        with pytest.raises(ValueError, match=error):
+            linear(*arguments, impl="triton")
+
+
+def test_an_unknown_impl_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown impl 'cuda'"):
+        linear(torch.zeros(2, 16), torch.zeros(4, 16), impl="cuda")  # type: ignore[arg-type]
+
+
+def test_the_reference_is_the_library_and_the_choice_off_a_gpu() -> None:
+    x, w, b = torch.randn(3, 16), torch.randn(4, 16), torch.randn(4)
+    assert torch.equal(linear(x, w, b), torch.nn.functional.linear(x, w, b))
+    assert kernel_or_reference(x[:1].half()) == "reference"
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_which_inputs_take_the_kernel() -> None:
+    x = torch.zeros(1, 16, device="cuda")
+    assert kernel_or_reference(x) == "reference"  # float32: the library's, bit for bit what it was
+    assert kernel_or_reference(x.bfloat16()) == "triton"
+    assert kernel_or_reference(x.bfloat16().expand(65, -1)) == "reference"
