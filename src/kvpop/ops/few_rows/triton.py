@@ -6,6 +6,8 @@ product starts while the kernel before it still runs: it reads its first weights
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -66,13 +68,19 @@ def _product(
         tl.store(y + r[:, None] * N + n, total.to(y.dtype.element_ty), mask=(r < R)[:, None] & (n < N))
 
 
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels on this device can start before the one before them has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 @torch.library.custom_op("kvpop::few_rows", mutates_args=())
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b of a matrix x; one operation to ``torch.compile``."""
     (R, E), N = x.shape, len(weight)
     y = torch.empty(R, N, dtype=x.dtype, device=x.device)
     block_n, block_e, warps, stages = ONE if R == 1 else SEVERAL
-    overlap = OVERLAP and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 9
+    overlap = OVERLAP and overlaps(x.device)
     options = {"launch_pdl": True} if overlap else {}
     _product[(triton.cdiv(N, block_n),)](
         x, weight, x if bias is None else bias, y, R, N,

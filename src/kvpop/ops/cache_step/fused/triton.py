@@ -21,9 +21,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvpop.ops.cache_step.api import Layout
 from kvpop.ops.cache_step.fused import Weights
+from kvpop.ops.few_rows.triton import overlaps
 from kvpop.ops.mlstm.api import SMALLEST_NORMALISER
 
 # Shapes: B rows, H KV heads, G query heads per KV head, M slots, D key dim, V value dim, E = D + V, P pinned spans, S splits,
@@ -429,8 +431,11 @@ def _finish(
     H, M, total, splits, searches, sinks, window, decay_step,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr, FRESH: tl.constexpr, SCORERS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()  # the product that comes next may read its weights meanwhile (``ops.few_rows``)
     head = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
     row = head // H
@@ -667,7 +672,8 @@ def _step(
         priority_of_old if fresh is None else fresh, log_gamma_H,
         parts, stats, ranks, marks, notes, scores, priority_of_old, out,
         H, M, total, splits, searches, sinks, window, decay_step,
-        **common, FRESH=fresh is not None, SCORERS=scorers, BLOCK_P=triton.next_power_of_2(max(1, scorers)),
+        **common, FRESH=fresh is not None, SCORERS=scorers, OVERLAP=overlaps(device),
+        BLOCK_P=triton.next_power_of_2(max(1, scorers)),
         BLOCK_S=triton.next_power_of_2(searches), BLOCK_T=min(32, triton.next_power_of_2(splits)), num_warps=4,
     )  # fmt: skip
     return out
