@@ -17,6 +17,7 @@ from kvpop.cli import app
 from kvpop.cli.bench import command_of
 from kvpop.plots import decode as figures
 from kvpop.projections import FusedLinear
+from kvpop.slots.paged import STORED
 from tests.tiny import tiny_model
 
 BUDGET = Budget(sinks=2, window=8, long=22)
@@ -104,6 +105,12 @@ def test_pages_hold_the_budget_on_average_and_grow_by_what_gates_keep(model) -> 
         assert sum(counts) == BUDGET.slots * len(counts)
         assert (min(counts), max(counts)) == (16, 48)
         assert all(set(held) >= {0, 1, *range(92, 100)} for held in heads)
+    for store in made.cache.stores:  # what pages hold, and the ring; the rest of a page is not read
+        D = store.keys.shape[-1]
+        held = int(store.count.sum()) * (8 * D + 4)
+        rest = sum(getattr(store, n).nbytes for n in STORED if n not in ("keys", "values", "paged_position"))
+        assert store.nbytes() - store.empty_bytes() == held + rest
+    assert 0 < made.read_bytes(100) < made.cache_bytes(100)
     made.step()
     assert made.cache.tokens_seen() == [101] * 4
     assert all(100 in held for layer in made.cache.held_positions() for row in layer for held in row)

@@ -322,6 +322,11 @@ class Decoding:
             return self.cache.nbytes()
         return dense_bytes(tokens, rows=self.rows, **self.heads)
 
+    def read_bytes(self, tokens: int) -> int:
+        """Of these, what a step has to read: not what is empty in the pages of DMS."""
+        stores = self.cache.stores if isinstance(self.cache, BoundedCache) else ()
+        return self.cache_bytes(tokens) - sum(x.empty_bytes() for x in stores if isinstance(x, PagedSlots))
+
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes a second of reading a large tensor once, the best of several times."""
@@ -378,7 +383,7 @@ def rows_of(
         decoding.fill(seen)
         times = decoding.times(settings.steps)
         tenths, ms = statistics.quantiles(times, n=10, method="inclusive"), statistics.median(times)
-        floor = 1e3 * (weight_bytes(model, read=True) + decoding.cache_bytes(seen)) / speed
+        floor = 1e3 * (weight_bytes(model, read=True) + decoding.read_bytes(seen)) / speed
         static, peak = policy == "dense-static", None
         length = static_length if static else seen + WARM + settings.steps
         if model.device.type == "cuda":

@@ -382,6 +382,12 @@ class PagedSlots(Slots):
         """Bytes allocated: ring, pool with its free pages, table and counters."""
         return sum(x.numel() * x.element_size() for x in (getattr(self, name) for name in STORED))
 
+    def empty_bytes(self) -> int:
+        """Of these, the keys, values and positions of places in pages that hold no token. Waits for the device."""
+        pool = (self.keys, self.values, self.paged_position)
+        places = len(self.keys) * self.page - int(self.count.sum())
+        return places * sum(x[0, 0].numel() * x.element_size() for x in pool)
+
 
 STORED = (
     "keys", "values", "paged_position", "free", "table", "count", "missed", "ring_keys", "ring_values", "ring_closed", "seen",
