@@ -10,7 +10,8 @@
 #   TASKS="a b", BUDGETS="a b", METHODS="a b", ITEMS=n   other ones than below
 #   TASK_FILES=DIR                    DIR/TASK.* in place of the hub's file, as in DIR/aime-2024.jsonl
 #   NAME, DATA, CORPUS                another model directory, training source, prepared corpus
-#   GRAPH=1                           on a GPU: decoding steps of caches of a fixed size are one CUDA graph
+#   DENSE_ROWS=8                      rollouts of the dense model at a time (Qwen3: 8, or 16 with GPU_MEMORY from 140 on)
+#   GRAPH=0                           on a GPU: decoding steps launched one by one, not as one CUDA graph
 #   KVPOP="python -m kvpop"           how to call the command line (default: kvpop)
 #
 # Every script can be stopped and run again: finished commands are left out, others go on where they were.
@@ -49,7 +50,8 @@ case $MODEL in
     TRAIN=(--mode full --steps 2000 --sequence-length 16384 --batch-size "$GPUS" --accumulate $((128 / GPUS)) --lr 1e-3
       --base-lr 8e-5 --retrieval-share 0 --dtype bfloat16 --compute same --checkpointing --checkpoint-every 10)
     SHAPE=$MODEL SEEN=(16384 32768 65536 131072)
-    ROWS=32 TEXTS=8 PASSKEYS=4 NEEDLES=4
+    # A dense row of 32,768 tokens has 4.8 GB, and all rows are as long as the longest.
+    ROWS=32 DENSE_ROWS=${DENSE_ROWS:-$((${GPU_MEMORY:-80} < 140 ? 8 : 16))} TEXTS=8 PASSKEYS=4 NEEDLES=4
     ;;
   smollm2)
     NAME=${NAME:-smollm2} DATA=${DATA:-champ} TEST=${TEST:-champ:test}
@@ -188,16 +190,17 @@ train_one() {
 
 # roll TASK METHOD BUDGET DIR: rollouts and grades of one cell of a table.
 roll() {
-  local task=$1 method=$2 budget=$3 out=$4 policy file more=() code=()
+  local task=$1 method=$2 budget=$3 out=$4 rows=$ROWS policy file more=() code=()
+  [[ $method != dense ]] || rows=${DENSE_ROWS:-$ROWS}
   read -ra policy <<<"$(held "$method" "$budget")"
   [[ $task != livecodebench* && $task != humaneval ]] || code=(--allow-code --workers "${WORKERS:-4}")
   [[ -z ${ITEMS:-} ]] || more+=(--items "$ITEMS")
   [[ -z $QUICK ]] || more+=(--max-new-tokens 24)
-  if [[ -n $GRAPH && $method != dense && $method != dms ]]; then more+=(--graph); fi
+  [[ $GRAPH != 0 ]] || more+=(--no-graph)
   for file in ${TASK_FILES:+"$TASK_FILES/$task".*}; do
     [[ ! -f $file ]] || more+=(--file "$file")
   done
-  local what=(tasks run "$task" --model "$NAME" "${policy[@]}" "${THINKING[@]}" "${more[@]}" --rows "$ROWS" --out "$out")
+  local what=(tasks run "$task" --model "$NAME" "${policy[@]}" "${THINKING[@]}" "${more[@]}" --rows "$rows" --out "$out")
   if ((GPUS > 1)); then
     spread "${what[@]}" --no-grade
     kvpop_ tasks merge "$out"

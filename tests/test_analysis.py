@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from kvpop import models as base_models
 from kvpop.analysis import KINDS, Analysis, kinds_of, quantities
 from kvpop.analysis.data import ARRAYS, HEADER
 from kvpop.analysis.figures import draw, full_from, kind_rows, kinds_age, teacher_recall
@@ -550,6 +551,32 @@ def test_the_command_writes_data_figures_and_page(folder, tmp_path):
     assert again.exit_code == 0, again.stderr
     assert "oracle" in again.stdout
     assert (tmp_path / "b" / "retention.png").is_file()
+    late = call("--saved", tmp_path / "a", "--out", tmp_path / "c", "--first", 61, "--stretch", 30)
+    assert (
+        "--first must be at most 60, for a map of 30 tokens (--stretch) of the first text of 90, got 61" in late.stderr
+    )
+    assert not (tmp_path / "c").exists()
+
+
+def test_where_a_map_begins_is_checked_before_the_model_is_loaded(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(base_models, "load_base", lambda *a, **k: pytest.fail("the model was loaded"))
+    words = [
+        "--model",
+        folder / "model",
+        "--text",
+        folder / "text.txt",
+        "--policy",
+        "random",
+        "--out",
+        tmp_path / "out",
+    ]
+    result = call(*words, "--stretch", 30, "--first", 61)
+    assert result.exit_code == 2
+    assert (
+        "--first must be at most 60, for a map of 30 tokens (--stretch) of the first text of 90, got 61"
+        in result.stderr
+    )
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -561,9 +588,16 @@ def test_the_command_writes_data_figures_and_page(folder, tmp_path):
         (["--delayed", "x"], "--delayed and --immediate belong together"),
         (["--saved", "nowhere"], "nowhere holds no analysis"),
         (["--policy", "random", "--out", __file__], "is a file: data and figures need a directory"),
+        (
+            ["--policy", "random", "--first", "913"],
+            "--first must be at most 912, for a map of 112 tokens (--stretch) of a text of 1024, got 913",
+        ),
+        (["--policy", "random", "--tokens", "50", "--first", "1"], "--first must be at most 0, for a map of 50 tokens"),
     ],
 )
-def test_mistakes_are_one_line(words, message):
+def test_mistakes_are_one_line(words, message, monkeypatch):
+    monkeypatch.setattr(base_models, "load_base", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(base_models, "model_location", lambda *a: pytest.fail("the tokenizer was loaded"))
     result = call(*words)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr

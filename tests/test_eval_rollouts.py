@@ -24,6 +24,7 @@ from kvpop.adapter import save_adapter
 from kvpop.attachment import attach
 from kvpop.budget import Budget
 from kvpop.cli import app
+from kvpop.cli.tasks import chosen_graph
 from kvpop.evals import paper
 from kvpop.evals.base import Decoding, Item
 from kvpop.evals.grades import GRADE, Grading, tally
@@ -42,7 +43,7 @@ from kvpop.evals.rollouts import (
     rollout_seed,
 )
 from kvpop.jsonl import cut_last_line, differences, sort_lines
-from kvpop.policies import Dense, KVpop, Streaming, Tova
+from kvpop.policies import DMS, Dense, KVpop, Streaming, Tova
 from kvpop.rollout import generate
 from tests.test_rollouts import tokenizer_with
 from tests.tiny import tiny_model
@@ -594,6 +595,7 @@ def test_the_command_line_from_end_to_end(folder, tmp_path):
     assert dense["capped"] == dense["grades"]["capped"] > 0
     again = json.loads(call(*common, "--out", tmp_path / "dense", "--json").stdout)
     assert (again["new"], again["grades"]["new"], again["grades"]["rollouts"]) == (0, 0, 15)
+    assert again["grades"]["beyond"] == 0
     with pytest.MonkeyPatch.context() as patch:  # torchrun
         patch.setenv("RANK", "1")
         patch.setenv("WORLD_SIZE", "2")
@@ -615,6 +617,7 @@ def test_the_command_line_from_end_to_end(folder, tmp_path):
     settings = json.loads((tmp_path / "small" / "rollouts.json").read_text())
     assert settings["budget"]["slots"] == 12
     assert settings["model"]["id"] == str(folder / "model")
+    assert settings["runs"][0]["graph"] is False  # where there is a GPU, a run is told to capture
     assert settings["runs"][0]["versions"].keys() == {"kvpop", "torch", "transformers", "python"}
     built = json.loads(call("report", tmp_path, "--format", "json", "--context", "48").stdout)
     (table,) = built["tables"]
@@ -627,6 +630,23 @@ def test_the_command_line_from_end_to_end(folder, tmp_path):
     other = refused(*common, "--out", tmp_path / "dense", "--temperature", "0.5")
     assert "decoding.temperature 1.0, now 0.5" in other
     assert "policy.name 'dense', now 'streaming'" in refused(*common, *small[:-1], tmp_path / "dense")
+
+
+def test_what_is_printed_is_of_what_was_asked_for(folder, tmp_path):
+    common = ["tasks", "run", "words", "--model", folder / "model", "--device", "cpu"]
+    few, wide = (["--items", items, "--rollouts", rollouts] for items, rollouts in (("2", "2"), ("4", "3")))
+    alone = json.loads(call(*common, *few, "--out", tmp_path / "alone", "--json").stdout)["grades"]
+    whole = json.loads(call(*common, *wide, "--out", tmp_path / "out", "--json").stdout)["grades"]
+    again = json.loads(call(*common, *few, "--out", tmp_path / "out", "--json").stdout)["grades"]
+    assert (whole["rollouts"], whole["beyond"]) == (12, 0)
+    assert (again.pop("beyond"), alone.pop("beyond")) == (8, 0)
+    assert again | {"grades": "", "new": 0} == alone | {"grades": "", "new": 0}
+    shown = call(*common, *few, "--out", tmp_path / "out")
+    assert "of 4 rollouts" in shown.stderr
+    assert "note: 8 more rollouts are there, of an earlier call that asked for more" in shown.stderr
+    assert json.loads(call("tasks", "grade", tmp_path / "out", "--json").stdout)["rollouts"] == 12
+    report = json.loads(call("report", tmp_path / "out", "--format", "json").stdout)
+    assert report["results"][0]["extent"] == {"items": 4, "rollouts": 3}
 
 
 def test_an_adapter_a_local_file_and_allowed_code(folder, tmp_path):
@@ -703,7 +723,10 @@ def test_the_papers_columns_are_tasks_there_are():
         (["--policy", "tova", "--adapter", "x"], "either --adapter DIR or --policy NAME"),
         (["--policy", "tova", "--budget", "10"], "budget of 10 slots"),
         (["--adapter", "/no/such/adapter"], "/no/such/adapter is not a kvpop adapter"),
-        (["--graph", "--device", "cpu"], "--graph needs a GPU and a cache of a fixed size, got dense on cpu"),
+        (
+            ["--graph", "--device", "cpu"],
+            "--graph needs a GPU and a cache of a fixed size or in pages, got dense on cpu",
+        ),
         (["--compile"], "it goes with --graph"),
         (["--dtype", "int8"], "got 'int8'"),
         (["--allow-code"], "--allow-code: words runs no code"),
@@ -715,6 +738,20 @@ def test_bad_input_is_refused_before_the_model_is_loaded(folder, tmp_path, monke
     common = ["tasks", "run", "words", "--model", folder / "model", "--out", tmp_path / "out"]
     assert message in refused(*common, *words)
     assert not (tmp_path / "out").exists()
+
+
+def test_steps_are_captured_where_they_can_be():
+    cuda, cpu = torch.device("cuda:1"), torch.device("cpu")
+    dms = DMS(window=4, ratio=2.0)
+    for policy in (KVpop(Budget(1, 3, 8)), Streaming(Budget(1, 3, 8)), Tova(8), dms):
+        assert [chosen_graph(None, False, policy, place) for place in (cuda, cpu)] == [True, False]
+        assert not chosen_graph(False, False, policy, cuda)
+    assert not chosen_graph(None, False, Dense(), cuda)
+    assert chosen_graph(None, True, dms, cuda)
+    with pytest.raises(ValueError, match=r"needs a GPU and a cache of a fixed size or in pages, got dense on cuda:1"):
+        chosen_graph(True, False, Dense(), cuda)
+    with pytest.raises(ValueError, match="it goes with --graph"):
+        chosen_graph(False, True, dms, cuda)
 
 
 def test_more_bad_input(folder, tmp_path, monkeypatch):

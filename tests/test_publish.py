@@ -258,6 +258,35 @@ def test_the_command(saved: Path, uploads: list, tmp_path: Path) -> None:
     assert "is not a kvpop adapter" in refused.stderr
 
 
+def test_an_adapter_of_the_package_is_published_from_a_copy(uploads: list, monkeypatch) -> None:
+    """Its files and card go up together, and the package stays as it was installed."""
+    carried = hub.pretrained("smollm2")
+    before = sorted(path.name for path in carried.iterdir())
+    folders = []
+    upload = publish.huggingface_hub.HfApi.upload_folder
+
+    def seen(self, **options):
+        folder = Path(options["folder_path"])
+        folders.append({name: (folder / name).read_bytes() for name in options["allow_patterns"]})
+        return upload(self, **options)
+
+    monkeypatch.setattr(publish.huggingface_hub.HfApi, "upload_folder", seen)
+    result = CliRunner().invoke(app, ["publish", "kvpop:smollm2", REPO, "--json"])
+    assert result.exit_code == 0, result.stderr
+    (uploaded,) = folders
+    assert list(json.loads(result.stdout)["files"]) == list(uploaded)
+    assert uploaded.pop("README.md").decode() == model_card(carried, REPO)
+    assert uploaded == {name: (carried / name).read_bytes() for name in uploaded}
+    assert "kvpop.json" in uploaded
+    assert sorted(path.name for path in carried.iterdir()) == before
+    assert not Path(uploads[-1][1]["folder_path"]).exists()
+    dry = CliRunner().invoke(app, ["publish", "kvpop:smollm2", REPO, "--dry-run"])
+    assert dry.stdout.rstrip() == model_card(carried, REPO).rstrip()
+    unknown = CliRunner().invoke(app, ["publish", "kvpop:nothing", REPO])
+    assert unknown.exit_code == 2
+    assert "no adapters called 'nothing'; there are: smollm2-135m" in unknown.stderr
+
+
 def test_the_card_of_lora_says_what_to_install(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model = tiny_model(dtype=torch.float32)

@@ -165,8 +165,58 @@ def test_two_of_one_name_are_told_apart(tmp_path):
     labels = [row["label"] for row in report(tmp_path)["tables"][0]["rows"]]
     assert labels == ["KVpop, 4000 slots", "KVpop, 4096 slots"]
     write(tmp_path / "c", [[1], [1]], "gsm8k", "kvpop", 4000)
-    with pytest.raises(ValueError, match=r"/b and .*/c are both KVpop on gsm8k"):
+    with pytest.raises(
+        ValueError, match=r"/b and .*/c are both KVpop on gsm8k, sampled alike; .* \(nothing\): give one"
+    ):
         report(tmp_path)
+
+
+def test_of_two_that_differ_in_more_than_sampling_the_difference_is_named(tmp_path):
+    write(tmp_path / "a", [[1], [0], [1]], "gsm8k", "kvpop", 4096, size=3)
+    write(tmp_path / "b", [[1], [0]], "gsm8k", "kvpop", 4096, size=3, weights="v")
+    message = r"/a and .*/b are both .*\(extent\.items 3, now 2; model\.weights 'w', now 'v'\): give one of them"
+    with pytest.raises(ValueError, match=message):
+        report(tmp_path)
+
+
+def test_labels_say_in_what_policies_of_one_name_differ(tmp_path, monkeypatch):
+    for n, adapter in enumerate(["1234abcd" * 8, "5678abcd" * 8]):
+        monkeypatch.setitem(POLICIES, "kvpop", ("KVpop", {"scorer": "mlp+mlstm"}, adapter))
+        write(tmp_path / f"k{n}", [[1], [0]], "gsm8k", "kvpop", 4096)
+    for n, window in enumerate([64, 256]):
+        settings = {"budget": {"sinks": 4, "window": window}, "positions": "original"}
+        monkeypatch.setitem(POLICIES, "streaming", ("Streaming", settings, None))
+        write(tmp_path / f"s{n}", [[1], [0]], "gsm8k", "streaming", 4096)
+    assert [row["label"] for row in report(tmp_path)["tables"][0]["rows"]] == [
+        "StreamLLM, window 256", "StreamLLM, window 64", "KVpop, adapter 1234abcd", "KVpop, adapter 5678abcd",
+    ]  # fmt: skip
+
+
+def test_ways_of_sampling_are_rows_each_beside_its_own_teacher(tmp_path):
+    write(tmp_path / "t6", [[1], [1], [0]], "gsm8k")
+    write(tmp_path / "t10", [[1], [0], [0]], "gsm8k", temperature=1.0)
+    write(tmp_path / "k6", [[1], [0], [0]], "gsm8k", "kvpop", 4096)
+    write(tmp_path / "k10", [[1], [0], [0]], "gsm8k", "kvpop", 4096, temperature=1.0)
+    write(tmp_path / "k10-long", [[1], [1], [1]], "gsm8k", "kvpop", 4096, temperature=1.0, max_new_tokens=65536)
+    write(tmp_path / "r6", [[1], [0]], "ruler_4k", "kvpop", 4096)
+    (table,) = report(tmp_path)["tables"]
+    short, long = "max new tokens 32768", "max new tokens 65536"
+    assert [row["label"] for row in table["rows"]] == [
+        f"Teacher, {short}, temperature 0.6", f"Teacher, {short}, temperature 1.0",
+        f"KVpop, {short}, temperature 0.6", f"KVpop, {short}, temperature 1.0", f"KVpop, {long}, temperature 1.0",
+    ]  # fmt: skip
+    teacher6, teacher10, own6, own10, longer = table["rows"]
+    assert (own6["cells"][0]["score"]["value"], own6["cells"][0]["comparison"]["teacher"]) == (1 / 3, 2 / 3)
+    assert (own10["cells"][0]["comparison"]["teacher"], longer["cells"][0]["comparison"]) == (1 / 3, None)
+    assert (own6["cells"][1]["score"]["value"], own10["cells"][1]) == (0.5, None)
+    (note,) = [note for note in table["notes"] if note.startswith(f"KVpop, {long}")]
+    assert f"/t10 and {tmp_path}/k10-long differs (decoding.max_new_tokens 32768, now 65536)" in note
+    assert (teacher6["relative"], teacher10["cells"][1]) == (None, None)
+    (one,) = report(tmp_path / "t6", tmp_path / "t10", tmp_path / "k10")["tables"]
+    assert [row["label"] for row in one["rows"]] == [
+        f"{x}, temperature {y}" for x, y in (("Teacher", 0.6), ("Teacher", "1.0"), ("KVpop", "1.0"))
+    ]
+    assert [row["relative"]["value"] for row in one["rows"]] == [1.0, 1.0, 1.0]
 
 
 def test_tables_are_by_model_and_kind_of_task(tmp_path):
@@ -193,15 +243,16 @@ def test_tables_are_by_model_and_kind_of_task(tmp_path):
 def test_what_is_not_comparable_is_said(tmp_path):
     write(tmp_path / "t", [[1], [0], [1]], "gsm8k")
     ways = [
-        ({"temperature": 1.0}, "the decoding differs (decoding.temperature 0.6, now 1.0)"),
-        ({"weights": "v"}, "the model differs (model.weights 'w', now 'v')"),
-        ({"grader": "h"}, "they were graded by different graders"),
-        ({"size": 9}, "the task differs (task.size 3, now 9)"),
+        ({"temperature": 1.0}, "the decoding of {} differs (decoding.temperature 0.6, now 1.0)"),
+        ({"weights": "v"}, "the model of {} differs (model.weights 'w', now 'v')"),
+        ({"grader": "h"}, "{} were graded by different graders"),
+        ({"size": 9}, "the task of {} differs (task.size 3, now 9)"),
     ]
     for n, (way, message) in enumerate(ways):
         write(tmp_path / "s" / str(n), [[1], [0], [1]], "gsm8k", "tova", 4096, **way)
         (table,) = report(tmp_path / "t", tmp_path / "s" / str(n))["tables"]
-        assert f"TOVA at 75% on GSM8K is not compared with the teacher: {message}." in table["notes"]
+        said = message.format(f"{tmp_path / 't'} and {tmp_path / 's' / str(n)}")
+        assert f"TOVA at 75% on GSM8K is not compared with the teacher: {said}." in table["notes"]
         assert row_of(table, "TOVA")["relative"] is None
         assert row_of(table, "TOVA")["average"] is not None
 

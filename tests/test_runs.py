@@ -83,7 +83,7 @@ def test_every_command_is_one_that_there_is(name: str, model: str) -> None:
         if model == "quick":
             commands = printed(name, "--quick", GPUS=gpus)
         else:
-            commands = printed(name, MODEL=model, GPUS=gpus, GRAPH="1", GPU_MEMORY="141")
+            commands = printed(name, MODEL=model, GPUS=gpus, GRAPH="0", GPU_MEMORY="141")
         assert commands
         for command in commands:
             check(*parsed(command))
@@ -102,6 +102,11 @@ def test_the_tables_have_the_rows_and_columns_of_the_paper() -> None:
     assert {cell["name"] for cell in cells} == set(paper.TABLE_1.columns)
     assert len(cells) == 4 * 13
     assert all(cell["thinking"] for cell in cells)
+    assert {(cell["policy"] == "dense" and not cell["adapter"], cell["rows"]) for cell in cells} == {
+        (True, 8),
+        (False, 32),
+    }
+    assert all(cell["graph"] is None for cell in cells)  # as the engine can
     assert sum(cell["policy"] == "dense" and cell["adapter"] is None for cell in cells) == 4
     assert {cell["budget"] for cell in cells if cell["policy"] in ("streaming", "tova")} == {4096, 2048}
     runs = [params for name, params in commands if name == "distill"]

@@ -135,7 +135,7 @@ class KVpopLM(HFLM):
         self, pretrained: str | PreTrainedModel = "smollm2", *, tokenizer: Any = None, adapter: str | None = None,
         policy: str | None = None, budget: int | None = None, sinks: int | None = None, window: int | None = None,
         batch_size: int | str = 1, max_batch_size: int | None = None, device: str | None = None, dtype: str = "auto",
-        scoring: Literal["auto", "sequence", "store"] = "auto", prefill_chunk: int = 512, graph: bool = False,
+        scoring: Literal["auto", "sequence", "store"] = "auto", prefill_chunk: int = 512, graph: bool | None = None,
         compiled: bool = False, seed: int = 0, max_length: int | None = None, max_gen_toks: int = 256,
         add_bos_token: bool | None = None, prefix_token_id: int | None = None, enable_thinking: bool | None = None,
         think_end_token: str | int | None = None, chat_template_args: dict[str, Any] | None = None,

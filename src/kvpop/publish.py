@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import huggingface_hub
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from kvpop.adapter import AdapterError, adapter_files
+from kvpop.adapter import AdapterError, adapter_directory, adapter_files
 from kvpop.card import model_card
 
 CARD = "README.md"
@@ -37,10 +39,10 @@ def prepare(
     keep_card: bool = False,
 ) -> Publication:
     """What ``push_to_hub`` would upload, after checking that all of it is there and whole. Writes nothing."""
-    directory = Path(directory)
     validate_repo_id(repo_id)
     if repo_id.count("/") != 1:
         raise ValueError(f"a repository is called OWNER/NAME, got {repo_id!r}")
+    directory = adapter_directory(directory)
     names = adapter_files(directory)
     for name in names:
         if name.endswith(".safetensors"):
@@ -71,7 +73,8 @@ def push_to_hub(
     token: str | None = None,
 ) -> str:
     """Write the model card of the adapter in ``directory`` and upload both to ``repo_id`` (OWNER/NAME); returns the commit's
-    address.
+    address. ``directory`` may be any name that ``adapter_directory`` takes; nothing is written into the package or into
+    the cache of the hub.
 
     The repository is made if it is not there, ``private`` or not; one that is there keeps its visibility. ``evaluation``: a
     file that ``kvpop eval --out`` wrote. ``base_model``, ``license``: see ``card.model_card``. ``keep_card`` uploads the
@@ -83,20 +86,26 @@ def push_to_hub(
     what = prepare(
         directory, repo_id, evaluation=evaluation, base_model=base_model, license=license, keep_card=keep_card
     )  # fmt: skip
-    (what.directory / CARD).write_text(what.card)
     api = huggingface_hub.HfApi(token=token)
-    try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=str(what.directory),
-            allow_patterns=[CARD, *what.files],
-            commit_message="kvpop adapter",
-        )
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # the HTTP client's own, whose package depends on the version of huggingface_hub
-        raise ConnectionError(f"the upload to {repo_id} failed: {error}") from error
+    with ExitStack() as stack:
+        folder = what.directory
+        if folder != Path(directory).expanduser():  # the package's, or in the cache of the hub
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            for name in what.files:
+                (folder / name).symlink_to((what.directory / name).resolve())
+        (folder / CARD).write_text(what.card)
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=str(folder),
+                allow_patterns=[CARD, *what.files],
+                commit_message="kvpop adapter",
+            )
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # the HTTP client's own, whose package depends on the version of huggingface_hub
+            raise ConnectionError(f"the upload to {repo_id} failed: {error}") from error
     return str(getattr(commit, "commit_url", commit))
 
 

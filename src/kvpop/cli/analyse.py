@@ -20,7 +20,7 @@ from kvpop.cli.options import (
     SinksOption,
     WindowOption,
 )
-from kvpop.jobs import chosen_budget, comparison, load_entries, placement
+from kvpop.jobs import chosen_budget, comparison, load_entries, load_tokenizer, placement
 from kvpop.terminal import ERR, OUT, print_facts, print_json
 from kvpop.watch import LOG, read_log
 
@@ -36,6 +36,16 @@ def training_log(run: Path) -> list[dict[str, Any]]:
     if not log.is_file():
         raise FileNotFoundError(f"{run} is not a training run: there is no {log}")
     return read_log(log)
+
+
+def check_first(first: int | None, stretch: int, tokens: int, of: str) -> None:
+    """ValueError unless a map of ``stretch`` tokens (all, if there are fewer) can begin at ``first`` of ``tokens``."""
+    last = max(0, tokens - stretch)
+    if first is not None and first > last:
+        raise ValueError(
+            f"--first must be at most {last}, for a map of {min(stretch, tokens)} tokens (--stretch) of {of} of {tokens}, got "
+            f"{first}"
+        )
 
 
 def analyse(
@@ -78,9 +88,11 @@ def analyse(
     logs = [training_log(run) for run in (delayed, immediate) if run is not None]
     if saved is not None:
         found = Analysis.load(saved)
+        check_first(first, stretch, len(found.texts[0]), "the first text")
     else:
-        found = _run(model, adapter or [], policy or [], budget or [], sinks, window, text, texts, tokens, min_future,
-                     device, dtype)  # fmt: skip
+        check_first(first, stretch, tokens, "a text")
+        found = _run(model, adapter or [], policy or [], budget or [], sinks, window, text, texts, tokens, min_future, first,
+                     stretch, device, dtype)  # fmt: skip
     found.save(out)
     with ERR.status("drawing"):
         figures = draw(found, out, first, stretch, logs)
@@ -133,7 +145,7 @@ def summary(found: Analysis) -> dict[str, Any]:
 
 def _run(
     model: str, adapter: list[str], policy: list[str], budget: list[int], sinks: int | None, window: int | None, text: str,
-    texts: int, tokens: int, min_future: int, device: str, dtype: str,
+    texts: int, tokens: int, min_future: int, first: int | None, stretch: int, device: str, dtype: str,
 ) -> Analysis:  # fmt: skip
     import torch
 
@@ -150,12 +162,14 @@ def _run(
     asked = own[0] if own else chosen_budget(min(budget) if budget else None, sinks, window, None)
     place, precision = placement(device, dtype)
     texts_from(source)
-    with ERR.status("loading the model"):
-        base, tokenizer, entries = load_entries(model, precision, place, adapters, entries)
     with ERR.status("reading the text"):
-        ids = [torch.tensor(piece[:tokens].tolist()) for piece in islice(documents_from(source, tokenizer), texts)]
+        pieces = islice(documents_from(source, load_tokenizer(model)), texts)
+        ids = [torch.tensor(piece[:tokens].tolist()) for piece in pieces]
     if len(ids) < texts:
         raise ValueError(f"--texts {texts}: {source} has only {len(ids)} documents")
+    check_first(first, stretch, len(ids[0]), "the first text")
+    with ERR.status("loading the model"):
+        base, tokenizer, entries = load_entries(model, precision, place, adapters, entries)
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=ERR
     ) as bar:

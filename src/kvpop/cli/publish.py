@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from kvpop.cli.options import JsonOption
+from kvpop.cli.options import ADAPTER, JsonOption
 from kvpop.terminal import print_json
 
 
 def publish(
-    directory: Annotated[Path, typer.Argument(help="Directory that distill wrote.")],
+    adapter: Annotated[str, typer.Argument(help=f"{ADAPTER}.")],
     repo: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face hub; made if it is not there.")],
     private: Annotated[bool, typer.Option("--private", help="Make the repository a private one.")] = False,
     evaluation: Annotated[Path | None, typer.Option(help="What `kvpop eval --out` wrote, for the card.")] = None,
@@ -30,12 +30,12 @@ def publish(
     from kvpop.publish import CARD, prepare, push_to_hub
 
     what = prepare(
-        directory, repo, evaluation=evaluation, base_model=base_model, license=license, keep_card=keep_card
+        adapter, repo, evaluation=evaluation, base_model=base_model, license=license, keep_card=keep_card
     )  # fmt: skip
     address = None
     if not dry_run:
         address = push_to_hub(
-            directory, repo, private=private, evaluation=evaluation, base_model=base_model, license=license,
+            adapter, repo, private=private, evaluation=evaluation, base_model=base_model, license=license,
             keep_card=keep_card,
         )  # fmt: skip
     if as_json:

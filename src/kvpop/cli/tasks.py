@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,6 +61,19 @@ def chosen_decoding(given: Decoding, **options: Any) -> Decoding:
             raise ValueError(f"--rollouts must be 1 at temperature 0, where all are the same, got {chosen.rollouts}")
         chosen = replace(chosen, rollouts=1)
     return chosen
+
+
+def chosen_graph(given: bool | None, compiled: bool, policy: Policy, place: Any) -> bool:
+    """Whether decoding steps are captured, as the engine would say: it is known before the model is loaded."""
+    from kvpop.policies import DMS
+
+    possible = place.type == "cuda" and (policy.slots is not None or isinstance(policy, DMS))
+    if given and not possible:
+        raise ValueError(f"--graph needs a GPU and a cache of a fixed size or in pages, got {policy.name} on {place}")
+    graph = possible if given is None else given
+    if compiled and not graph:
+        raise ValueError("--compile is for steps that are captured as a graph: it goes with --graph")
+    return graph
 
 
 @tasks.command("list")
@@ -117,7 +131,12 @@ def run(
     ] = None,
     items: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
     rows: Annotated[int, typer.Option(help="Rollouts generated at a time.")] = 8,
-    graph: Annotated[bool, typer.Option("--graph", help="On a GPU: a decoding step is one CUDA graph.")] = False,
+    graph: Annotated[
+        bool | None,
+        typer.Option(
+            "--graph/--no-graph", help="A decoding step is one CUDA graph (on a GPU, unless the cache is dense)."
+        ),
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="With --graph: its decoder layers compiled.")] = False,
     shard: Annotated[
         str | None, typer.Option(help="i/n: only part i (from 0) of n (under torchrun: each process its own).")
@@ -157,10 +176,7 @@ def run(
         raise FileNotFoundError(f"--file: no such file {file}")
     chosen, directory, slots = chosen_policy(policy, adapter, budget, sinks, window)
     place, precision = placement(device, dtype)
-    if graph and (place.type != "cuda" or chosen.slots is None):
-        raise ValueError(f"--graph needs a GPU and a cache of a fixed size, got {chosen.name} on {place}")
-    if compiled and not graph:
-        raise ValueError("--compile is for steps that are captured as a graph: it goes with --graph")
+    graph = chosen_graph(graph, compiled, chosen, place)
     with ERR.status("reading the task"):
         tokenizer = load_tokenizer(model)
         check_thinking(tokenizer, thinking)
@@ -200,7 +216,7 @@ def run(
         "grades": None,
     }
     if grade_too and part.count == 1:
-        report["grades"] = _grade(task, given, out, workers, False, allow_code)
+        report["grades"] = _grade(task, given, out, workers, False, allow_code, set(todo.expected))
     if as_json:
         print_json(report)
     else:
@@ -267,10 +283,13 @@ def _shown(todo: Any, missing: int) -> Any:
 
 
 def _grade(
-    task: Task, items: list[Item], directory: Path, workers: int, again: bool, allow_code: bool
-) -> dict[str, Any]:
+    task: Task, items: list[Item], directory: Path, workers: int, again: bool, allow_code: bool,
+    asked: Collection[tuple[int, int]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Grade all that is there; what comes of the rollouts that were ``asked`` for (None: of all). "beyond": how many more
+    there are."""
     from kvpop.evals.grades import GRADE, Grading, tally
-    from kvpop.evals.rollouts import read_rows
+    from kvpop.evals.rollouts import place_of, read_rows
     from kvpop.evals.statistics import estimate
 
     grading = Grading(task, items, directory, workers=workers, again=again, identity={"allow_code": allow_code})
@@ -280,7 +299,8 @@ def _grade(
         for _ in grading.run():
             new += 1
             bar.update(shown, completed=new)
-    rows = list(read_rows(grading.out, GRADE))
+    there = list(read_rows(grading.out, GRADE))
+    rows = [row for row in there if asked is None or place_of(row) in asked]
     scores: dict[str, list[float]] = {}
     for row in rows:
         scores.setdefault(row["item"], []).append(row["score"])
@@ -289,6 +309,7 @@ def _grade(
         "grades": str(grading.out),
         "new": new,
         **tally(rows),
+        "beyond": len(there) - len(rows),
         "pass_at_1": None if interval is None else interval.value,
         "low": None if interval is None else interval.low,
         "high": None if interval is None else interval.high,
@@ -305,6 +326,12 @@ def _print_grades(grades: dict[str, Any]) -> None:
         f"{grades[name]} {name}" for name in ("right", "wrong", "no answer", "timeout", "refused", "capped", "empty")
     ]
     typer.echo(f"{', '.join(said)}, {grades['loops']} looping, of {grades['rollouts']} rollouts", err=True)
+    if grades["beyond"]:
+        typer.echo(
+            f"note: {grades['beyond']:,} more rollouts are there, of an earlier call that asked for more; they are not counted "
+            "here, but are in kvpop tasks grade and kvpop report",
+            err=True,
+        )
 
 
 @tasks.command()

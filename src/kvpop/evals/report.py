@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,7 +72,7 @@ class Result:
 
     @property
     def method(self) -> tuple[Any, ...]:
-        """What makes a row of the table."""
+        """What makes a row of the table, with ``decoding`` where that differs."""
         policy = self.settings["policy"]
         return self.variant, json.dumps(policy, sort_keys=True), self.settings["budget"]["slots"]
 
@@ -115,8 +117,8 @@ def read_result(directory: Path, context: int) -> Result:
 def read_results(paths: Sequence[str | Path], context: int = paper.CONTEXT) -> list[Result]:
     """The results in directories, or below them.
 
-    Raises FileNotFoundError for one without any; ValueError for two of the same model, method and task, and for ``context``
-    (tokens that compression ratios refer to) below 1.
+    Raises FileNotFoundError for one without any; ValueError for two of the same model, method and task that were sampled alike,
+    and for ``context`` (tokens that compression ratios refer to) below 1.
     """
     if context < 1:
         raise ValueError(f"--context must be at least 1 token, got {context}")
@@ -130,10 +132,19 @@ def read_results(paths: Sequence[str | Path], context: int = paper.CONTEXT) -> l
         found |= {p.resolve(): read_result(p, context) for p in own}
     known: dict[Any, Result] = {}
     for result in found.values():
-        other = known.setdefault((result.model, result.task, result.method), result)
+        decoding = json.dumps(result.settings["decoding"], sort_keys=True)
+        other = known.setdefault((result.model, result.task, result.method, decoding), result)
         if other is not result:
-            raise ValueError(f"{other.directory} and {result.directory} are both {result.variant} on {result.task}")
+            apart = [one for part in ("extent", "task", "model", "budget") for one in _differences(part, other, result)]
+            raise ValueError(
+                f"{other.directory} and {result.directory} are both {result.variant} on {result.task}, sampled alike; "
+                f"what differs makes no row of its own ({'; '.join(apart) or 'nothing'}): give one of them"
+            )
     return list(found.values())
+
+
+def _differences(part: str, one: Result, other: Result) -> list[str]:
+    return [f"{part}.{said}" for said in differences(one.settings[part], other.settings[part])]
 
 
 # What is said
@@ -145,7 +156,7 @@ def build(results: Sequence[Result], command: Sequence[str] = (), draws: int = 1
     "tables": a table a model and set of tasks (those of the paper's tables first), with "rows" of "cells" (a column each: score
     with its interval, tally, comparison with the teacher; None where there is none), "average" and "relative" (None unless
     every cell is there), "paper" (the paper's figures for this row or None), "sentences" and "notes". "results": where each
-    came from.
+    came from. Where a policy was sampled in several ways on one task, every way is a row, and labels say which.
     """
     tables = []
     for model in dict.fromkeys(result.model for result in results):
@@ -177,10 +188,12 @@ def _table(
     printed: tuple[paper.Row, ...] = ()
     if source is not None and Path(model).name in source.models:
         title, printed = source.models[Path(model).name]
+    results = [result for result in results if result.task in columns]
+    ways = _ways(results)
     by_method: dict[Any, dict[str, Result]] = {}
     for result in results:
-        if result.task in columns:
-            by_method.setdefault(result.method, {})[result.task] = result
+        way = tuple(json.dumps(result.settings["decoding"].get(name)) for name in ways)
+        by_method.setdefault((*result.method, way), {})[result.task] = result
     groups = _groups({key: next(iter(cells.values())).ratio for key, cells in by_method.items()})
     rows: list[dict[str, Any]] = [
         {"key": key, "group": groups[key], "label": key[0], "results": cells, "paper": None}
@@ -197,11 +210,11 @@ def _table(
     rows.sort(
         key=lambda row: (
             row["group"] is None, row["group"] or 0.0, order.get(row["label"], len(order)), row["label"],
-            row["key"] and (row["key"][2] or 0, row["key"][1]),
+            row["key"] and (row["key"][2] or 0, row["key"][1], [(len(value), value) for value in row["key"][3]]),
         )
     )  # fmt: skip
-    _tell_apart(rows)
-    teachers: dict[str, Result] = next((row["results"] for row in rows if row["label"] == TEACHER), {})
+    _tell_apart(rows, ways)
+    teachers = [result for result in results if result.variant == TEACHER]
     sentences: list[str] = []
     notes: list[str] = []
     made = [_row(row, columns, teachers, draws, seed, sentences, notes) for row in rows]
@@ -234,27 +247,60 @@ def _groups(ratios: Mapping[Any, float | None]) -> dict[Any, float | None]:
     return found
 
 
-def _tell_apart(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to labels that stand twice under one ratio the slots, or else the adapter."""
+def _ways(results: Sequence[Result]) -> list[str]:
+    """Names of the settings of decoding that differ between results of one method on one task."""
+    found: dict[Any, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for result in results:
+        for name, value in result.settings["decoding"].items():
+            found[result.method, result.task][name].add(json.dumps(value))
+    return sorted({name for values in found.values() for name, several in values.items() if len(several) > 1})
+
+
+def _tell_apart(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> None:
+    """Add to labels that stand twice under one ratio in what their policies differ (slots, else the adapter, else settings),
+    and to all labels how they were sampled, where that differs."""
+    alike: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        alike = [
-            o for o in rows if (o["group"], o["label"].split(",")[0]) == (row["group"], row["label"].split(",")[0])
-        ]
-        if len(alike) < 2 or row["key"] is None:
-            continue
-        slots = row["key"][2]
-        adapter = json.loads(row["key"][1])["adapter"]
-        if len({o["key"] and o["key"][2] for o in alike}) == len(alike):
-            row["label"] += f", {slots} slots"
-        else:
-            row["label"] += f", {adapter[:8] if adapter else json.loads(row['key'][1])['name']}, {slots} slots"
+        if row["key"] is not None:
+            alike[row["group"], row["label"]].append(row)
+    for same in alike.values():
+        facts = [_facts(row["key"]) for row in same]
+        methods = {row["key"][:3] for row in same}
+        for name in dict.fromkeys(name for own in facts for name in own):
+            labels = [f"{row['label']}, {own.get(name, f'no {name}')}" for row, own in zip(same, facts)]
+            if len({row["label"] for row in same}) == len(methods):
+                break
+            if len(set(labels)) > len({row["label"] for row in same}):
+                for row, label in zip(same, labels):
+                    row["label"] = label
+        for row in same:
+            said = (f"{name.replace('_', ' ')} {value}" for name, value in zip(ways, row["key"][3]))
+            row["label"] = ", ".join([row["label"], *said])
+
+
+def _facts(key: tuple[Any, ...]) -> dict[str, str]:
+    """What tells a method from another of its name, in the words of a label, the plainest first."""
+    from kvpop.weights import flat  # not above: it needs torch
+
+    policy, slots = json.loads(key[1]), key[2]
+    return {
+        "slots": f"{slots} slots",
+        "adapter": f"adapter {policy['adapter'][:8]}" if policy["adapter"] else "no adapter",
+        **{
+            name: f"{name.removeprefix('budget.')} {value}"
+            for name, value in flat(policy["settings"]).items()
+            if not isinstance(value, list)
+        },
+        "policy": f"policy {hashlib.sha256(key[1].encode()).hexdigest()[:8]}",
+    }
 
 
 def _row(
-    row: Mapping[str, Any], columns: Mapping[str, str], teachers: Mapping[str, Result], draws: int, seed: int,
+    row: Mapping[str, Any], columns: Mapping[str, str], teachers: Sequence[Result], draws: int, seed: int,
     sentences: list[str], notes: list[str],
 ) -> dict[str, Any]:  # fmt: skip
     results, label = row["results"], f"{row['label']}{_under(row['group'])}"
+    is_teacher = any(result.variant == TEACHER for result in results.values())
     cells: list[dict[str, Any] | None] = []
     paired: list[tuple[Scores, Scores]] = []
     for task, title in columns.items():
@@ -277,11 +323,12 @@ def _row(
             "shortfalls": result.shortfalls,
             "comparison": None,
         }
-        if row["label"] != TEACHER:
-            outcome = _against(result, teachers.get(task), draws, seed)
-            if isinstance(outcome, Comparison):
+        if not is_teacher:
+            teacher = _teacher_of(result, teachers)
+            outcome = _against(result, teacher, draws, seed)
+            if teacher is not None and isinstance(outcome, Comparison):
                 cell["comparison"] = asdict(outcome)
-                paired.append((result.scores, teachers[task].scores))
+                paired.append((result.scores, teacher.scores))
                 sentences.append(sentence(label, title, outcome))
             else:
                 notes.append(f"{label} on {title} is not compared with the teacher: {outcome}.")
@@ -289,7 +336,7 @@ def _row(
     average = relative = None
     if cells and all(cell is not None for cell in cells):
         average = asdict(estimate([results[task].scores for task in columns], draws, seed))
-        if row["label"] == TEACHER:
+        if is_teacher:
             relative = asdict(Interval(1.0 if average["value"] else None))
         elif len(paired) == len(columns):
             both = compare([own for own, _ in paired], [theirs for _, theirs in paired], draws, seed)
@@ -306,15 +353,22 @@ def _row(
     }
 
 
+def _teacher_of(result: Result, teachers: Sequence[Result]) -> Result | None:
+    """The teacher's result on the same task that was sampled the same way, else the nearest one, which cannot be compared."""
+    there = [teacher for teacher in teachers if teacher.task == result.task]
+    return min(there, key=lambda teacher: len(_differences("decoding", teacher, result)), default=None)
+
+
 def _against(result: Result, teacher: Result | None, draws: int, seed: int) -> Comparison | str:
     """The comparison with the teacher, or why there is none."""
     if teacher is None:
         return "the teacher has no result there"
+    where = f"{teacher.directory} and {result.directory}"
     for part in ("task", "decoding", "model"):
-        if other := differences(teacher.settings[part], result.settings[part]):
-            return f"the {part} differs ({'; '.join(f'{part}.{one}' for one in other)})"
+        if other := _differences(part, teacher, result):
+            return f"the {part} of {where} differs ({'; '.join(other)})"
     if result.grader.get("grader") != teacher.grader.get("grader"):
-        return "they were graded by different graders"
+        return f"{where} were graded by different graders"
     try:
         return compare([result.scores], [teacher.scores], draws, seed)
     except ValueError as error:
