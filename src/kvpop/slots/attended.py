@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvpop.core.cutoff import NEVER, ranks
 from kvpop.ops.cache_step.api import least, take, write
-from kvpop.ops.sparse_attention.api import sparse_attention
+from kvpop.ops.sparse_attention.api import chunk_impl, sparse_attention
 from kvpop.slots.base import FAR, Slots
 
 # Shapes: B rows, R = H * G query heads, H KV heads, M slots, n new tokens, T = M + n candidates, D head dim.
@@ -65,7 +65,10 @@ class AttendedSlots(Slots):
         position = torch.cat([self.position.long().where(self.position >= 0, FAR), now_Bn[:, None].expand(B, H, n)], 2)
         keys, values = torch.cat([self.keys, k_BHnD], 2), torch.cat([self.values, v_BHnD], 2)
         expiry = torch.where(position < FAR, NEVER, 0)
-        out, lse_BRn = sparse_attention(q_BRnD, keys, values, expiry, scale=scale, q_pos_BQ=now_Bn, k_pos_BHT=position)
+        out, lse_BRn = sparse_attention(
+            q_BRnD, keys, values, expiry, scale=scale, q_pos_BQ=now_Bn, k_pos_BHT=position,
+            impl=chunk_impl(q_BRnD, keys, values),
+        )  # fmt: skip
         last_B = (count_B - 1).clamp(min=0)[:, None, None]
         q_BRD = q_BRnD.gather(2, last_B[..., None].expand(B, q_BRnD.shape[1], 1, D))[:, :, 0]
         lse_BR = lse_BRn.gather(2, last_B.expand(B, q_BRnD.shape[1], 1))

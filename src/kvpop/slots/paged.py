@@ -11,7 +11,7 @@ from kvpop.core.cutoff import NEVER
 from kvpop.ops.cache_step.api import impl_for, take
 from kvpop.ops.paged_step.api import MLPGate, Pages, Ring, everything, paged, ring_position
 from kvpop.ops.paged_step.api import step as paged_step
-from kvpop.ops.sparse_attention.api import sparse_attention
+from kvpop.ops.sparse_attention.api import chunk_impl, sparse_attention
 from kvpop.slots.base import EVERY, FAR, Slots
 
 # Shapes: B rows, R = H * G query heads, H KV heads, W window, n new tokens, T = W + n recent and new tokens, N pages a head,
@@ -140,14 +140,16 @@ class PagedSlots(Slots):
         closed_BHT &= (real_BT & (position_BT >= self.sinks))[:, None]
         held = paged(self._pages)
         expiry_BHT = torch.where(closed_BHT, position_BT[:, None] + W, NEVER).where(real_BT[:, None], 0)
+        keys, values = torch.cat([held[0], k_BHTD], 2), torch.cat([held[1], v_BHTD], 2)
         out, _ = sparse_attention(
             q_BRnD,
-            torch.cat([held[0], k_BHTD], 2),
-            torch.cat([held[1], v_BHTD], 2),
+            keys,
+            values,
             torch.cat([torch.where(held[2] >= 0, NEVER, 0), expiry_BHT], 2),
             scale=scale,
             q_pos_BQ=position_BT[:, W:],
             k_pos_BHT=torch.cat([held[2], position_BT[:, None].expand(B, H, -1)], 2),
+            impl=chunk_impl(q_BRnD, keys, values),
         )
         leaves_Bn = (real_BT & (position_BT < (end_B - W)[:, None]))[:, :n]
         keep_BHn = leaves_Bn[:, None] & ~closed_BHT[..., :n]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from kvpop.ops.cache_step.api import (
 )
 from kvpop.ops.cache_step.api import step as fused_step
 from kvpop.ops.cache_step.fused import Weights, derive
-from kvpop.ops.sparse_attention.api import sparse_attention
+from kvpop.ops.sparse_attention.api import chunk_impl, sparse_attention
 from kvpop.scorers import Scorer
 from kvpop.slots.base import EVERY, FAR, Slots
 from kvpop.slots.journal import Journal, Update
@@ -277,9 +278,8 @@ class RankedSlots(Slots):
         priority_BHT = torch.cat([priority_BHT, priority_BHT[..., :1]], -1)
         priority_BHT = priority_BHT.scatter(2, due_BHn.where(landed, spare), fresh_BHn)[..., :spare]
         expiry_BHT = self._expiry(priority_BHT, position_BHT)
-        out, _ = (self.attention or sparse_attention)(
-            q_BRnD, k_BHTD, v_BHTD, expiry_BHT, scale=scale, q_pos_BQ=now_Bn, k_pos_BHT=position_BHT
-        )
+        attention = self.attention or partial(sparse_attention, impl=chunk_impl(q_BRnD, k_BHTD, v_BHTD))
+        out, _ = attention(q_BRnD, k_BHTD, v_BHTD, expiry_BHT, scale=scale, q_pos_BQ=now_Bn, k_pos_BHT=position_BHT)
         last_B11 = (self.seen + count_B - 1)[:, None, None]
         survives = (position_BHT <= last_B11) & (expiry_BHT > last_B11)
         if self.journal is not None:

@@ -7,6 +7,7 @@ Keys may also carry a bias: a gate that is neither open nor closed, for training
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -17,6 +18,11 @@ from kvpop.ops import interpreted
 # Shapes: B batch, R = H * G query heads, H KV heads, G query heads per KV head, Q queries, T keys, D head dim, V value dim.
 
 Impl = Literal["reference", "flex", "triton"]
+
+HAS_TRITON = find_spec("triton") is not None
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST_HEAD_DIM = 256
+"""What a tile of the kernel for chunks has room for."""
 
 NEVER = torch.iinfo(torch.int32).max
 """The expiry of a token that is never dropped."""
@@ -48,9 +54,12 @@ def sparse_attention(
     lists of keys. Where more are seen the result is the same, only slower to come by.
 
     Returns (output [B, R, Q, V] in the dtype of v, LSE [B, R, Q] in float32 or wider, natural log: Eq. 9).
-    Raises ValueError for shapes that do not fit, a negative ``bias_from``, an unknown ``impl``, for ``impl="flex"`` and
-    ``impl="triton"`` with positions or off a GPU (Triton's interpreter aside), and for ``impl="triton"`` with a bias, with
-    dtypes that differ or are not float32, float16 or bfloat16, with head dims above 128 and with a scale that is not positive.
+    ``impl="triton"`` with positions is forward only; ``chunk_impl`` says where that will do.
+
+    Raises ValueError for shapes that do not fit, a negative ``bias_from``, an unknown ``impl``, for "flex" with positions, for
+    "flex" and "triton" off a GPU (Triton's interpreter aside), and for "triton" with a bias, with dtypes that differ or are not
+    float32, float16 or bfloat16, with head dims above 128 (256 with positions), with a scale that is not positive, and with
+    positions where a gradient is wanted.
     """
     (B, R, Q, D), (_, H, T, _) = q_BRQD.shape, k_BHTD.shape
     if R % H:
@@ -79,16 +88,45 @@ def sparse_attention(
 
         return attend_sequence(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale, bias_BHT, bias_from)
     if impl == "triton":
-        if q_pos_BQ is not None:
-            raise ValueError("impl='triton' takes whole sequences only; use impl='reference' with explicit positions")
         if bias_BHT is not None:
             raise ValueError("impl='triton' takes no bias; use impl='flex' or impl='reference'")
         if q_BRQD.device.type == "cpu" and not interpreted():
             raise ValueError("impl='triton' needs a GPU; use impl='reference'")
+        if q_pos_BQ is not None and k_pos_BHT is not None:
+            _check_chunk(q_BRQD, k_BHTD, v_BHTV, scale)
+            from kvpop.ops.sparse_attention.triton_chunk import attend_chunk
+
+            return attend_chunk(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale, q_pos_BQ, k_pos_BHT)
         from kvpop.ops.sparse_attention import triton
 
         return triton.attend_sequence(q_BRQD, k_BHTD, v_BHTV, expiry_BHT, scale, live)
     raise ValueError(f"unknown impl {impl!r}: choose 'reference', 'flex' or 'triton'")
+
+
+def _check_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    if not scale > 0:
+        raise ValueError(f"impl='triton' needs a positive scale, got {scale}")
+    if q.dtype not in KERNEL_DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"impl='triton' takes queries, keys and values of one dtype of float32, float16 and bfloat16, got {q.dtype}, "
+            f"{k.dtype} and {v.dtype}"
+        )
+    if (widest := max(q.shape[-1], v.shape[-1])) > LARGEST_HEAD_DIM:
+        raise ValueError(f"impl='triton' takes head dims up to {LARGEST_HEAD_DIM} with positions, got {widest}")
+    if _wants_gradient(q, k, v):
+        raise ValueError("impl='triton' with positions carries no gradient: use impl='reference', or torch.no_grad()")
+
+
+def _wants_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def chunk_impl(q_BRQD: Tensor, k_BHTD: Tensor, v_BHTV: Tensor) -> Impl:
+    """The implementation for calls with positions: Triton on a GPU where it can, the reference elsewhere."""
+    tensors = q_BRQD, k_BHTD, v_BHTV
+    fits = all(x.dtype in KERNEL_DTYPES and x.dtype == q_BRQD.dtype for x in tensors)
+    fits &= max(q_BRQD.shape[-1], v_BHTV.shape[-1]) <= LARGEST_HEAD_DIM and not _wants_gradient(*tensors)
+    return "triton" if fits and q_BRQD.device.type == "cuda" and HAS_TRITON else "reference"
 
 
 def keep_mask(expiry_BHT: Tensor, q_pos_BQ: Tensor, k_pos_BHT: Tensor) -> Tensor:
