@@ -127,6 +127,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument(
+        "--impl", choices=["flex", "triton"], default="triton", help="of attention, on a GPU (DMS: flex)"
+    )
     parser.add_argument("--baselines", action="store_true", help="Streaming+ and DMS too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
@@ -151,8 +154,9 @@ def main() -> None:
     def measure(name: str, policy: Policy, mode: str, scorer: str = "mlp") -> None:
         student = copy.deepcopy(model)
         teacher = copy.deepcopy(model) if mode in ("full", "base") else None
+        impl = "reference" if device.type == "cpu" else "flex" if isinstance(policy, DMS) else options.impl
         run = DistillConfig(
-            mode=mode, steps=1000, impl="flex" if device.type == "cuda" else "reference", target=Target(),  # type: ignore[arg-type]
+            mode=mode, steps=1000, impl=impl, target=Target(),  # type: ignore[arg-type]
             loss=BoundaryLoss(samples=options.samples), log_every=1000,
         )  # fmt: skip
         trainer = Trainer(student, policy, stream, run, teacher)
@@ -160,7 +164,8 @@ def main() -> None:
         with timed(device) as spent:
             synchronised = seconds_a_step(trainer, device, 0, options.steps)
         row: dict[str, Any] = {
-            "policy": name, "mode": mode, "seconds": round(plain, 4), "seconds_synchronised": round(synchronised, 4),
+            "policy": name, "mode": mode, "impl": impl, "seconds": round(plain, 4),
+            "seconds_synchronised": round(synchronised, 4),
             "parts": {part: round(value / options.steps, 4) for part, value in spent.items()},
             "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if device.type == "cuda" else None,
         }  # fmt: skip
