@@ -34,6 +34,7 @@ MODEL=${MODEL:-smollm2}
 # Slots are compression ratios of 75 % and 88 % of CONTEXT. RECIPE: the paper's run, for the methods that have one.
 # STATE: slots that the bytes of a recurrent scorer are worth (recipes take them off by themselves).
 ALONE=() # where scorers learn alone, for methods without a recipe
+SAMPLED=() # for tasks of reasoning-gym
 THINKING=() STATE=0 RECIPE='' CORPUS=${CORPUS:-} WORK=$OUT/$MODEL${QUICK:+-quick}
 case $MODEL in
   qwen3-4b | qwen3-8b)
@@ -59,7 +60,8 @@ case $MODEL in
       CONTEXT=4096 SINKS=4 WINDOW=64 RATIOS=(4 8) STATE=34
       : "${BUDGETS:=1024 512}"
       : "${TASKS_1:=${TASKS:-passkey:2048 passkey:4096 ruler:niah-multi-key:2048 ruler:niah-multi-key:4096}}"
-      : "${TASKS_2:=${TASKS:-reasoning:needle_haystack}}"
+      : "${TASKS_2:=${TASKS:-reasoning:needle_haystack:min_num_statements=150:max_num_statements=250}}"
+      SAMPLED=(--items 25 --rollouts 16 --max-new-tokens 256) # about 2,000 tokens a prompt; a small model says little
       TRAIN=(--mode full --steps 200 --sequence-length 4096 --batch-size 4 --retrieval-share 0.3)
       ALONE=(--mode scorer --steps 300 --inner-updates 2 --lr 2e-3)
       SEEN=(2048 8192 32768) ROWS=16 TEXTS=40 PASSKEYS=8 NEEDLES=16
@@ -194,6 +196,7 @@ roll() {
   [[ $method != dense ]] || rows=${DENSE_ROWS:-$ROWS}
   read -ra policy <<<"$(held "$method" "$budget")"
   [[ $task != livecodebench* && $task != humaneval ]] || code=(--allow-code --workers "${WORKERS:-4}")
+  [[ $task != reasoning:* ]] || more+=("${SAMPLED[@]}")
   [[ -z ${ITEMS:-} ]] || more+=(--items "$ITEMS")
   [[ -z $QUICK ]] || more+=(--max-new-tokens 24)
   [[ $GRAPH != 0 ]] || more+=(--no-graph)

@@ -486,6 +486,19 @@ def test_reasoning():
         task.items(None, "a.jsonl")
     with pytest.raises(ValueError, match="the number of items must be at least 1, got 0"):
         Reasoning("basic_arithmetic", size=0)
+    long = task_by_name("reasoning:needle_haystack:min_num_statements=200:max_num_statements=210")
+    assert long.name == "reasoning:needle_haystack:max_num_statements=210:min_num_statements=200"
+    assert pickle.loads(pickle.dumps(long)).options == {"max_num_statements": 210, "min_num_statements": 200}
+    item = long.items(None)[2]
+    assert item.prompt.count(". ") > 190
+    assert ends(long, item, f"<answer>{item.answer['answer']}</answer>") == ["right"]
+    for rest, error in {
+        "needle_haystack:statements=3": r"no option 'statements'; it has: min_num_statements, max_num_statements",
+        "needle_haystack:min_num_statements=0": "does not allow {'min_num_statements': 0}: min_num_statements must be",
+        "needle_haystack:many": "is written NAME=VALUE, got 'many'",
+    }.items():
+        with pytest.raises(ValueError, match=error):
+            task_by_name(f"reasoning:{rest}")
 
 
 def test_reasoning_needs_its_package(monkeypatch):

@@ -41,7 +41,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
         "ruler:KIND:LENGTH",
     ),
     "passkey": ("ruler:passkey", "passkey:LENGTH"),
-    "reasoning": ("reasoning:Reasoning", "reasoning:NAME (of reasoning-gym)"),
+    "reasoning": ("reasoning:named", "reasoning:NAME[:OPTION=VALUE...] (of reasoning-gym)"),
     "livecodebench-v6": ("livecodebench:windowed", "livecodebench-v6:FIRST-DATE:END-DATE"),
 }
 """Tasks with something to choose, by what their name begins with: what makes one of the rest, and how a name looks."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -23,10 +26,11 @@ def pool() -> Pool:
 
 
 class Reasoning(Task):
-    """``size`` items of the task ``task``, made with ``seed``. The score is the package's; only 1 is right, less may be given
-    for part of an answer.
+    """``size`` items of the task ``task``, made with ``seed`` and with ``options`` of its own configuration. The score is the
+    package's; only 1 is right, less may be given for part of an answer.
 
-    Raises ImportError without reasoning-gym, ValueError for a task that it does not have.
+    Raises ImportError without reasoning-gym, ValueError for a task that it does not have, and for options that the task does
+    not have or does not allow.
     """
 
     citation = (
@@ -36,7 +40,7 @@ class Reasoning(Task):
     decoding = Decoding(rollouts=1)
     source = None
 
-    def __init__(self, task: str, size: int = 100, seed: int = 0) -> None:
+    def __init__(self, task: str, size: int = 100, seed: int = 0, options: Mapping[str, Any] | None = None) -> None:
         if find_spec("reasoning_gym") is None:
             raise ImportError("tasks of reasoning-gym need the package reasoning-gym: pip install 'kvpop[reasoning]'")
         import reasoning_gym.factory
@@ -46,9 +50,11 @@ class Reasoning(Task):
         if task not in reasoning_gym.factory.DATASETS:
             known = ", ".join(sorted(reasoning_gym.factory.DATASETS))
             raise ValueError(f"reasoning-gym has no task {task!r}; it has: {known}")
-        self.task, self.count, self.seed = task, size, seed
+        self.task, self.count, self.seed, self.options = task, size, seed, dict(sorted((options or {}).items()))
+        _check(task, self.options)
         self.size = size
-        self.name, self.title = f"reasoning:{task}", f"Reasoning Gym {task}"
+        said = [f"{name}={json.dumps(value)}" for name, value in self.options.items()]
+        self.name, self.title = ":".join(["reasoning", task, *said]), " ".join(["Reasoning Gym", task, *said])
 
     def items(self, tokenizer: Any, file: str | None = None) -> list[Item]:
         """Raises ValueError for a file: there is none to read."""
@@ -56,7 +62,7 @@ class Reasoning(Task):
 
         if file is not None:
             raise ValueError(f"{self.name} is generated, it reads no file: got {file}")
-        made = reasoning_gym.create_dataset(self.task, size=self.count, seed=self.seed)
+        made = reasoning_gym.create_dataset(self.task, size=self.count, seed=self.seed, **self.options)
         return [
             Item(
                 f"{self.name}/{self.seed}/{number}",
@@ -77,6 +83,7 @@ class Reasoning(Task):
             "task": self.task,
             "size": self.count,
             "seed": self.seed,
+            "options": self.options,
             "index": item.answer["index"],
             "answer": answer,
         }
@@ -86,6 +93,34 @@ class Reasoning(Task):
             return Grade(0.0, "timeout", answer, str(error))
         score = min(max(float(reply["score"]), 0.0), 1.0)
         return Grade(score, "right" if score == 1.0 else "wrong", answer, reply.get("error", ""))
+
+
+def named(rest: str) -> Reasoning:
+    """The task of "needle_haystack", or of "needle_haystack:min_num_statements=300:max_num_statements=400"."""
+    task, *said = rest.split(":")
+    options = {}
+    for text in said:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ValueError(f"an option of a task of reasoning-gym is written NAME=VALUE, got {text!r} in {rest!r}")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return Reasoning(task, options=options)
+
+
+def _check(task: str, options: Mapping[str, Any]) -> None:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    known = [field.name for field in fields(DATASETS[task][1]) if field.name not in ("seed", "size")]
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(f"{task} of reasoning-gym has no option {unknown[0]!r}; it has: {', '.join(known)}")
+    try:
+        reasoning_gym.create_dataset(task, size=1, seed=0, **options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"{task} of reasoning-gym does not allow {dict(options)}: {error}") from error
 
 
 def _text(answer: Any) -> str | None:

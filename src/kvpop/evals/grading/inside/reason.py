@@ -1,4 +1,5 @@
-"""Scores answers to tasks of reasoning-gym, line by line: {"task", "size", "seed", "index", "answer"} to {"score": number}."""
+"""Scores answers to tasks of reasoning-gym, line by line: {"task", "size", "seed", "options", "index",
+"answer"} to {"score": number}."""
 
 import json
 import os
@@ -29,9 +30,10 @@ def main():
         request = json.loads(line)
         signal.alarm(int(request["seconds"]) + 5)  # its default action ends this process, whatever that is busy with
         try:
-            key = (request["task"], request["size"], request["seed"])
+            options = request["options"]
+            key = (request["task"], request["size"], request["seed"], json.dumps(options, sort_keys=True))
             if key not in made:
-                made[key] = reasoning_gym.create_dataset(key[0], size=key[1], seed=key[2])
+                made[key] = reasoning_gym.create_dataset(key[0], size=key[1], seed=key[2], **options)
             entry = made[key][request["index"]]
             say({"score": float(made[key].score_answer(answer=request["answer"], entry=entry))})
         except Exception as error:  # an answer that cannot be read is a wrong one
