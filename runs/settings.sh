@@ -31,7 +31,7 @@ read -ra KVPOP <<<"${KVPOP:-kvpop}"
 MODEL=${MODEL:-smollm2}
 [[ -z $QUICK ]] || MODEL=smollm2
 
-# Slots are compression ratios of 75 % and 88 % of CONTEXT. RECIPE: the paper's run, for the methods that have one.
+# The first slots are 75 %, the second 88 % below CONTEXT. RECIPE: the paper's run, for the methods that have one.
 # STATE: slots that the bytes of a recurrent scorer are worth (recipes take them off by themselves).
 ALONE=() # where scorers learn alone, for methods without a recipe
 SAMPLED=() # for tasks of reasoning-gym
@@ -44,7 +44,7 @@ case $MODEL in
       NAME=${NAME:-Qwen/Qwen3-4B-Instruct-2507} RECIPE=qwen3-4b-instruct
     fi
     CORPUS=${CORPUS:-$WORK/corpus} DATA=${DATA:-nemotron-math-v2} TEST=${TEST:-champ:test}
-    CONTEXT=16384 SINKS=4 WINDOW=256 RATIOS=(4 8)
+    CONTEXT=16384 SINKS=4 WINDOW=256
     : "${BUDGETS:=4096 2048}"
     : "${TASKS_1:=${TASKS:-aime-2024 aime-2025 hmmt-feb-2025 hmmt-nov-2025}}"
     : "${TASKS_2:=${TASKS:-gpqa-diamond livecodebench-v6}}"
@@ -57,7 +57,7 @@ case $MODEL in
   smollm2)
     NAME=${NAME:-smollm2} DATA=${DATA:-champ} TEST=${TEST:-champ:test}
     if [[ -z $QUICK ]]; then
-      CONTEXT=4096 SINKS=4 WINDOW=64 RATIOS=(4 8) STATE=34
+      CONTEXT=4096 SINKS=4 WINDOW=64 STATE=34
       : "${BUDGETS:=1024 512}"
       : "${TASKS_1:=${TASKS:-passkey:2048 passkey:4096 ruler:niah-multi-key:2048 ruler:niah-multi-key:4096}}"
       : "${TASKS_2:=${TASKS:-reasoning:needle_haystack:min_num_statements=150:max_num_statements=250}}"
@@ -66,7 +66,7 @@ case $MODEL in
       ALONE=(--mode scorer --steps 300 --inner-updates 2 --lr 2e-3)
       SEEN=(2048 8192 32768) ROWS=16 TEXTS=40 PASSKEYS=8 NEEDLES=16
     else
-      CONTEXT=512 SINKS=4 WINDOW=32 RATIOS=(4) STATE=17 ITEMS=${ITEMS:-2}
+      CONTEXT=512 SINKS=4 WINDOW=32 STATE=17 ITEMS=${ITEMS:-2}
       : "${BUDGETS:=128}"
       : "${TASKS_1:=${TASKS:-passkey:512}}"
       : "${TASKS_2:=${TASKS:-ruler:niah-multi-key:512}}"
@@ -155,7 +155,7 @@ corpus() {
 
 # train_one METHOD BUDGET
 train_one() {
-  local method=$1 budget=$2 out scorer='' i ratio more=()
+  local method=$1 budget=$2 out scorer='' more=()
   out=$(adapter "$method" "$budget")
   corpus
   case $method in
@@ -175,8 +175,7 @@ train_one() {
   case $method in
     streaming-plus) how+=(--policy streaming --budget "$budget") ;;
     dms)
-      for i in "${!BUDGETS[@]}"; do [[ ${BUDGETS[i]} != "$budget" ]] || ratio=${RATIOS[i]:-$((CONTEXT / budget))}; done
-      how+=(--policy dms --ratio "${ratio:-$((CONTEXT / budget))}" --gate mlp)
+      how+=(--policy dms --ratio "$((CONTEXT / budget))" --gate mlp)
       ;;
     *)
       [[ $scorer == mlp ]] || budget=$((budget - STATE))
