@@ -32,6 +32,27 @@ def test_it_is_the_product(rows: tuple[int, ...], E: int, N: int, bias: bool, dt
 
 
 @needs_triton
+@pytest.mark.parametrize("rows", [(1, 1), (3, 1), (20,)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("norm", "gated", "residual"), [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1)])
+@pytest.mark.parametrize(("E", "N"), [(96, 14), (576, 130)])
+def test_what_stands_around_it(
+    E: int, N: int, norm: int, gated: int, residual: int, bias: bool, rows: tuple[int, ...]
+) -> None:
+    for dtype in (torch.float32, HALF):
+        x, w, b = made(rows, E, N, dtype, bias)
+        x *= 3
+        g, rest = made((1,), E, E, dtype, True)[2], made(rows, N // 2 if gated else N, 3, dtype, False)[0]
+        found = []
+        for d, impl in ((torch.float64, "reference"), (dtype, "triton")):
+            x_, w_, b_, g_, rest_ = (None if y is None else y.to(d) for y in (x, w, b, g, rest))
+            options = dict(norm=(g_, 1e-5) if norm else None, gated=bool(gated), residual_O=rest_ if residual else None)
+            found.append(linear(x_, w_, b_, **options, impl=impl))
+        assert found[1].dtype == dtype
+        torch.testing.assert_close(found[1].double(), found[0], rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype])
+
+
+@needs_triton
 def test_one_row_next_to_others_is_the_same() -> None:
     x, w, b = made((5,), 96, 40, torch.float32, True)
     together = linear(x, w, b, impl="triton")
@@ -47,8 +68,15 @@ def test_no_rows() -> None:
 @needs_triton
 def test_what_it_refuses() -> None:
     x, w = torch.zeros(2, 16, device=DEVICE), torch.zeros(4, 16, device=DEVICE)
+    for error, options in {
+        "shapes do not fit: norm": dict(norm=(x[0, :8], 1e-6)),
+        "shapes do not fit: residual": dict(residual_O=x),
+        "shapes do not fit: weight": dict(gated=True),
+    }.items():
+        with pytest.raises(ValueError, match=error):
+            linear(x, torch.zeros(5, 16, device=DEVICE), **options, impl="triton")
     for error, arguments in {
-        "shapes do not fit": (x[:, :8], w),
+        "shapes do not fit: x": (x[:, :8], w),
         "at most 64 rows, got 65": (x[:1].expand(65, -1), w),
         "one dtype": (x.half(), w),
         "contiguous weights": (x[:, :4].contiguous(), w.T),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -417,14 +418,30 @@ def test_what_the_caller_had_fused_stays_fused(model) -> None:
 # Products of few rows.
 
 
-@needs_triton
-@pytest.mark.parametrize("compiled", [False, True])
-def test_few_rows_take_the_kernel_in_every_projection(model, monkeypatch, compiled: bool) -> None:
-    expected = logits(model, rows=1, length=1), logits(model)
+def take_the_kernel(monkeypatch) -> None:
+    """As on a GPU, where a row of half precision takes it."""
     monkeypatch.setitem(capture.COMPILE, "backend", "aot_eager")
     monkeypatch.setattr(projections, "takes", lambda weight: True)
     few = lambda x: "triton" if x.numel() == x.shape[-1] else "reference"  # noqa: E731
     monkeypatch.setattr(projections, "kernel_or_reference", few)
+
+
+def kernels(monkeypatch) -> list[int]:
+    """Calls of the kernel that follow, by their rows of weights."""
+    from kvpop.ops.few_rows import triton
+
+    found, original = [], triton.product
+    monkeypatch.setattr(
+        triton, "product", lambda x, weight, *rest: (found.append(len(weight)), original(x, weight, *rest))[1]
+    )
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("compiled", [False, True])
+def test_few_rows_take_the_kernel_in_every_projection(model, monkeypatch, compiled: bool) -> None:
+    expected = logits(model, rows=1, length=1), logits(model)
+    take_the_kernel(monkeypatch)
     assert fuse(model) == 2 * 4 + 1
     with capture.compiled_layers(model) if compiled else nullcontext():
         close(logits(model, rows=1, length=1), expected[0])
@@ -432,4 +449,107 @@ def test_few_rows_take_the_kernel_in_every_projection(model, monkeypatch, compil
         close(logits(model), expected[1])
     unfuse(model)
     assert type(model.lm_head) is nn.Linear
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
     assert torch.equal(logits(model), expected[1])
+
+
+@needs_triton
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"])
+def test_a_layer_is_four_products(family: str, monkeypatch) -> None:
+    model = family_model(family, dtype=torch.float32)
+    expected, grown = logits(model, rows=1, length=1), torch.randn(model.config.hidden_size)
+    with torch.no_grad():
+        for layer in model.model.layers:  # norms that do something
+            layer.input_layernorm.weight.add_(0.3 * grown)
+            layer.post_attention_layernorm.weight.sub_(0.2 * grown)
+    changed = logits(model, rows=1, length=1)
+    assert not torch.allclose(changed, expected, atol=1e-3)
+    take_the_kernel(monkeypatch)
+    fuse(model)
+    found = kernels(monkeypatch)
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", no_call)
+    with torch.no_grad():
+        hidden = model.model.embed_tokens(text(1, 1))
+        rotary = model.model.rotary_emb(hidden, torch.zeros(1, 1, dtype=torch.long))
+        for layer in model.model.layers:
+            hidden = layer(hidden, attention_mask=None, position_ids=None, position_embeddings=rotary)
+    assert len(found) == 4 * len(model.model.layers)
+    monkeypatch.undo()
+    with torch.no_grad():
+        close(model.lm_head(model.model.norm(hidden)), changed)
+
+
+def no_call(*_: object, **__: object) -> None:
+    raise AssertionError("nobody was to call this")
+
+
+@needs_triton
+@pytest.mark.parametrize("compiled", [False, True])
+def test_decoding_through_the_cache_in_such_layers(model, monkeypatch, compiled: bool) -> None:
+    attach(model, KVpop(Budget(1, 2, 2), "mlp+mlstm"))
+    ids, caches = text(1, 9), [BoundedCache(model), BoundedCache(model)]
+    for cache in caches:
+        feed(model, cache, ids[:, :5])
+    expected = [feed(model, caches[0], ids[:, t : t + 1], position_ids=torch.tensor([[t]])) for t in range(5, 9)]
+    take_the_kernel(monkeypatch)
+    fuse(model)
+    with capture.compiled_layers(model) if compiled else nullcontext():
+        for t, logits_1V in zip(range(5, 9), expected):
+            close(feed(model, caches[1], ids[:, t : t + 1], position_ids=torch.tensor([[t]])), logits_1V)
+    assert caches[1].held_positions() == caches[0].held_positions()
+
+
+@needs_triton
+def test_when_a_layer_runs_as_it_is(model, monkeypatch) -> None:
+    expected = logits(model, rows=1, length=1)
+    take_the_kernel(monkeypatch)
+    fuse(model)
+    layer, seen = model.model.layers[0], []
+    handle = layer.post_attention_layernorm.register_forward_hook(lambda *_: seen.append(1))
+    close(logits(model, rows=1, length=1), expected)
+    assert seen
+    handle.remove()
+    with torch.enable_grad():
+        out = model(text(1, 1), use_cache=False).logits
+        close(out.detach(), expected)
+        assert out.requires_grad
+    with torch.inference_mode():
+        close(model(text(1, 1), use_cache=False).logits, expected)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        close(logits(other, rows=1, length=1), expected)
+        fuse(other)
+        close(logits(other, rows=1, length=1), expected)
+    layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight.detach() * 2)  # replaced: its group has ended
+    plain = copy.deepcopy(model)
+    unfuse(plain)
+    close(logits(model, rows=1, length=1), logits(plain, rows=1, length=1))
+
+
+@needs_triton
+def test_a_layer_that_breaks_off_leaves_nothing_behind(model, monkeypatch) -> None:
+    expected = logits(model, rows=1, length=1)
+    take_the_kernel(monkeypatch)
+    fuse(model)
+    attention = model.model.layers[1].self_attn
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "forward", broken)
+        with pytest.raises(RuntimeError, match="broken"):
+            logits(model, rows=1, length=1)
+    groups = [attention.q_proj.group, attention.o_proj.group]
+    assert [(g.norm, g.residual) for g in groups] == [(None, None)] * 2
+    close(logits(model, rows=1, length=1), expected)
+
+
+@needs_triton
+def test_layers_of_another_kind_keep_their_forward_pass(monkeypatch) -> None:
+    take_the_kernel(monkeypatch)
+    model = tiny_model("llama", dtype=torch.float32)
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+    expected = logits(model, rows=1, length=1)
+    fuse(model)
+    assert ["forward" in vars(layer) for layer in model.model.layers] == [False, True]
+    close(logits(model, rows=1, length=1), expected)

@@ -4,7 +4,8 @@ A fused model has the modules, parameters and names that it had. The parameters 
 rows in order; the first module of the group that is called computes the outputs of all, and the others take theirs. For
 inference: with gradients enabled every module computes its own output from its own parameters.
 
-On a GPU, products of few rows are those of ``ops.few_rows``, also of the modules that share their input with no other.
+On a GPU, products of few rows are those of ``ops.few_rows``, also of the modules that share their input with no other; in the
+layers of ``LAYERS`` they take in the norms, the activation and the sums that stand around them.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpop.ops.few_rows import kernel_or_reference, linear, takes
+from kvpop.ops.few_rows import Norm, kernel_or_reference, linear, takes
 
 # Shapes: E input features, F output features of a group, all modules together.
 
@@ -32,6 +33,9 @@ GROUPS = (
 )
 """Child of a decoder layer, and its projections of one input, in the order in which they are called."""
 
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "SmolLM3DecoderLayer")
+"""Decoder layers that are y = x + self_attn(norm(x)), y + mlp(norm(y)), RMSNorms, and mlp(x) = down(silu(gate(x)) * up(x))."""
+
 
 class Group:
     """Linear modules that are called with the same input, the first of them first, and the tensors their parameters are of.
@@ -42,6 +46,10 @@ class Group:
 
     weight_FE: Tensor | None
     bias_F: Tensor | None
+    norm: Norm | None = None
+    """While a layer's ``step`` runs: the norm that its input has not been through."""
+    residual: Tensor | None = None
+    """While a layer's ``step`` runs: what is added to its output."""
     stash: tuple[Tensor, list[int] | None, tuple[Tensor, ...]] | None
     """An input, ``state`` at that time, and the outputs of all; from the call of the first module to that of the last."""
 
@@ -57,7 +65,7 @@ class Group:
             module.group, module.part = self, part
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"weight_FE": None, "bias_F": None, "stash": None}
+        return vars(self) | dict.fromkeys(("weight_FE", "bias_F", "norm", "residual", "stash"))
 
     def parameters(self) -> list[Tensor]:
         return [p for module in self.modules for p in module._parameters.values() if p is not None]
@@ -91,12 +99,14 @@ class FusedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         group, traced = self.group, torch.compiler.is_compiling()
+        around: dict[str, Any] = {"norm": group.norm, "residual_O": group.residual}
         together = group.weight_FE is not None and not torch.is_grad_enabled() and type(self) is FusedLinear
         state = None if traced or not together else group.state(input)
         if not together or (state is None and not traced):
-            return F.linear(input, self.weight, self.bias)
+            return linear(input, self.weight, self.bias, **around)
         if self.part == 0:
-            product = linear(input, group.weight_FE, group.bias_F, impl=kernel_or_reference(input))  # type: ignore[arg-type]
+            impl = kernel_or_reference(input)
+            product = linear(input, group.weight_FE, group.bias_F, **around, impl=impl)  # type: ignore[arg-type]
             if len(group.sizes) == 1:
                 return product
             outputs = product.split(group.sizes, -1)
@@ -104,7 +114,7 @@ class FusedLinear(nn.Linear):
             return outputs[0]
         stash = group.stash
         if stash is None or stash[0] is not input or stash[1] != state:
-            return F.linear(input, self.weight, self.bias)
+            return linear(input, self.weight, self.bias, **around)
         if self.part == len(group.sizes) - 1:
             group.stash = None
         return stash[2][self.part]
@@ -126,7 +136,7 @@ class FusedLinear(nn.Linear):
 
 def fuse(model: PreTrainedModel) -> int:
     """One product for the q, k and v projections of a decoder layer, and one for gate and up; how many groups there are now.
-    Where ``ops.few_rows`` has a kernel, other projections and the head are groups of one.
+    Where ``ops.few_rows`` has a kernel, other projections and the head are groups of one, and layers of a known kind ``step``.
 
     Left alone: modules that are not plain ``nn.Linear`` (quantised, LoRA, parametrised), have hooks or a forward of their own,
     differ in dtype, device, input features or in having a bias, and parameters that are tied, sharded or on the meta device.
@@ -148,8 +158,55 @@ def fuse(model: PreTrainedModel) -> int:
                 _alone(modules[0])
             elif all(_plain(module) for module in modules) and _fit(modules, users):
                 Group(modules)
+        if _steps(layer):
+            layer.forward = partial(step, layer)
     _alone(model.get_output_embeddings())
     return len(_groups(model))
+
+
+def step(layer: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+    """A decoder layer whose products take in what stands around them, for few rows; else the layer's own forward pass."""
+    if args or torch.is_grad_enabled() or kernel_or_reference(hidden_states) != "triton" or not _whole(layer):
+        return type(layer).forward(layer, hidden_states, *args, **options)
+    attention, up, down = layer.self_attn, layer.mlp.gate_proj.group, layer.mlp.down_proj.group
+    reads, writes = attention.q_proj.group, attention.o_proj.group
+    reads.norm, writes.residual = _norm(layer.input_layernorm), hidden_states
+    try:
+        hidden_states, _ = attention(hidden_states=hidden_states, **options)
+    finally:
+        reads.norm = writes.residual = None
+    norm = _norm(layer.post_attention_layernorm)
+    active = linear(hidden_states, up.weight_FE, up.bias_F, norm=norm, gated=True, impl="triton")
+    return linear(active, down.weight_FE, down.bias_F, residual_O=hidden_states, impl="triton")
+
+
+def _norm(module: Any) -> Norm:
+    return module.weight, module.variance_epsilon
+
+
+def _steps(layer: Any) -> bool:
+    """Whether a layer is of a known kind, with all its groups."""
+    if type(layer).__name__ not in LAYERS or "forward" in vars(layer):
+        return False
+    norms, act = (layer.input_layernorm, layer.post_attention_layernorm), layer.mlp.act_fn
+    if "silu" not in type(act).__name__.lower() or not all(hasattr(norm, "variance_epsilon") for norm in norms):
+        return False
+    return _whole(layer)
+
+
+def _whole(layer: Any) -> bool:
+    """Whether nothing has come between the parts of a layer: groups that are one tensor, no hooks on what is passed over."""
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
+    if any(type(module) is not FusedLinear or module.group.weight_FE is None for module in projections):
+        return False
+    if not torch.compiler.is_compiling() and not all(module.group.intact() for module in projections):
+        return False
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    passed = (*norms, mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if any("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks for module in passed):
+        return False
+    return all(norm.weight.dtype == mlp.gate_proj.weight.dtype for norm in norms)
 
 
 def _alone(module: Any) -> None:
@@ -175,6 +232,9 @@ def unfuse(model: PreTrainedModel) -> None:
     that what was captured meanwhile goes on reading the model's weights; fusing again copies nothing."""
     for group in _groups(model):
         group.dissolve()
+    for layer in model.get_decoder().layers:
+        if isinstance(own := vars(layer).get("forward"), partial) and own.func is step:
+            del layer.forward
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""x W^T + b for few rows of x: decoding, where a product is the reading of its weights."""
+"""Products for few rows of x, with what stands around them in a decoder layer: in decoding they are the reading of weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from torch import Tensor
 
 from kvpop.ops import interpreted
 
-# Shapes: E input features, N output features.
+# Shapes: E input features, N rows of the weights, O output features (N, or N / 2 where gated).
 
 Impl = Literal["reference", "triton"]
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_ROWS = 1
 """Rows up to which the kernel is faster than the library's product."""
 HAS_TRITON = find_spec("triton") is not None
+
+Norm = tuple[Tensor, float]
+"""The weights [E] of an RMSNorm, and its epsilon."""
 
 
 def takes(weight: Tensor) -> bool:
@@ -29,35 +32,56 @@ def kernel_or_reference(x: Tensor) -> Impl:
     return "triton" if takes(x) and 0 < x.numel() <= MOST_ROWS * x.shape[-1] else "reference"
 
 
-def linear(x_E: Tensor, weight_NE: Tensor, bias_N: Tensor | None = None, *, impl: Impl = "reference") -> Tensor:
-    """y_n = sum_e x_e W_ne + b_n, over the last dimension of x, which may have others: [..., N] in the dtype of x.
+def linear(
+    x_E: Tensor,
+    weight_NE: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual_O: Tensor | None = None,
+    impl: Impl = "reference",
+) -> Tensor:
+    """y = W x + b over the last dimension of x, which may have others: [..., O] in the dtype of x. More, if asked for:
 
-    "triton" sums in float32 and reads the weights once for all rows, of which it takes up to 64; it carries no gradient.
+    - ``norm``: of g * x / sqrt(mean(x^2) + epsilon) in place of x
+    - ``gated``: silu(first half of y) * second half of y
+    - ``residual``: [..., O], added in the end
+
+    "triton" rounds once, at the end, and reads the weights once for all rows, of which it takes up to 64; it has no gradient.
     Raises ValueError for an unknown ``impl``, and from "triton" off a GPU (Triton's interpreter aside), for shapes that do not
     fit, for dtypes that differ or that are not float32, float16 or bfloat16, weights that are not contiguous, and more rows.
     """
     if impl == "reference":
         from kvpop.ops.few_rows.reference import linear
 
-        return linear(x_E, weight_NE, bias_N)
+        return linear(x_E, weight_NE, bias_N, norm, gated, residual_O)
     if impl != "triton":
         raise ValueError(f"unknown impl {impl!r}: choose {', '.join(map(repr, get_args(Impl)))}")
-    from kvpop.ops.few_rows.triton import LARGEST, product
-
     if x_E.device.type == "cpu" and not interpreted():
         raise ValueError("impl='triton' needs a GPU: use impl='reference'")
-    N, E = weight_NE.shape
-    if x_E.shape[-1] != E or (bias_N is not None and bias_N.shape != (N,)):
-        bias = None if bias_N is None else tuple(bias_N.shape)
-        raise ValueError(f"shapes do not fit: x {tuple(x_E.shape)}, weight {(N, E)}, bias {bias}")
-    if x_E.dtype not in KERNEL_DTYPES or any(y.dtype != x_E.dtype for y in (weight_NE, bias_N) if y is not None):
-        dtypes = [y.dtype for y in (x_E, weight_NE, bias_N) if y is not None]
-        raise ValueError(f"impl='triton' takes one dtype of float32, float16 and bfloat16, got {dtypes}")
+    from kvpop.ops.few_rows.triton import LARGEST, product
+
+    (N, E), scale = weight_NE.shape, None if norm is None else norm[0]
+    outputs = (*x_E.shape[:-1], N // 2 if gated else N)
+    fit = {"x": (x_E.shape[-1:], (E,)), "weight": ((N % 2 and gated,), (0,))}
+    fit |= {"bias": (bias_N.shape, (N,))} if bias_N is not None else {}
+    fit |= {"norm": (scale.shape, (E,))} if scale is not None else {}
+    fit |= {"residual": (residual_O.shape, outputs)} if residual_O is not None else {}
+    if wrong := [name for name, (have, need) in fit.items() if tuple(have) != need]:
+        raise ValueError(f"shapes do not fit: {wrong[0]}, with x {tuple(x_E.shape)} and weight {(N, E)}, gated {gated}")
+    tensors = [y for y in (x_E, weight_NE, bias_N, scale, residual_O) if y is not None]
+    if x_E.dtype not in KERNEL_DTYPES or any(y.dtype != x_E.dtype for y in tensors):
+        raise ValueError(
+            f"impl='triton' takes one dtype of float32, float16 and bfloat16, got {[y.dtype for y in tensors]}"
+        )
     rows = x_E.numel() // E
     if rows > LARGEST:
         raise ValueError(f"impl='triton' takes at most {LARGEST} rows, got {rows}")
     if not weight_NE.is_contiguous():
         raise ValueError(f"impl='triton' takes contiguous weights, got strides {weight_NE.stride()}")
     if not rows:
-        return x_E.new_empty(*x_E.shape[:-1], N)
-    return product(x_E.reshape(rows, E).contiguous(), weight_NE, bias_N).view(*x_E.shape[:-1], N)
+        return x_E.new_empty(outputs)
+    residual = None if residual_O is None else residual_O.reshape(rows, -1).contiguous()
+    epsilon = 0.0 if norm is None else float(norm[1])
+    return product(x_E.reshape(rows, E).contiguous(), weight_NE, bias_N, scale, epsilon, gated, residual).view(outputs)

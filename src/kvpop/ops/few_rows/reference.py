@@ -1,5 +1,26 @@
-"""The library's product."""
+"""One thing after the other, each rounded to the dtype of x."""
 
-from torch.nn.functional import linear
+from __future__ import annotations
 
-__all__ = ["linear"]
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(
+    x_E: Tensor,
+    weight_NE: Tensor,
+    bias_N: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    gated: bool,
+    residual_O: Tensor | None,
+) -> Tensor:
+    """See ``api.linear``."""
+    if norm is not None:
+        wide = x_E.to(torch.promote_types(x_E.dtype, torch.float32))
+        x_E = norm[0] * (wide * (wide.square().mean(-1, keepdim=True) + norm[1]).rsqrt()).to(x_E.dtype)
+    y = F.linear(x_E, weight_NE, bias_N)
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    return y if residual_O is None else y + residual_O
