@@ -5,7 +5,8 @@
 
 The projections of Qwen3-8B. Every product has weights of its own, together far more than the L2 cache; one CUDA graph of all.
 The floor reads the weights once. "layer": the four of a decoder layer one after the other, with what "one" and "several" are by
-default. ``--one``, ``--several``: output features of a program, input features at a time, warps, stages.
+default; "whole": with the norms, the activation and the sums of a layer, by the library one after the other. ``--one``,
+``--several``: output features of a program, input features at a time, warps, stages.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ SHAPES = {
 LAYER = ("q, k, v", "o", "gate, up", "down")
 GIGABYTES = 2.5
 
+Product = tuple[Tensor, Tensor, dict[str, Any]]
+"""x, weights, and what stands around them."""
+
 
 def tile(text: str) -> tuple[int, ...]:
     found = tuple(int(part) for part in text.split(","))
@@ -57,9 +61,9 @@ def microseconds(run: Callable[[], Any], count: int, repeats: int) -> float:
     return 1e3 * start.elapsed_time(stop) / repeats / count
 
 
-def all_of(products: list[tuple[Tensor, Tensor]], impl: str) -> Tensor:
-    for x, weight in products:
-        out = linear(x, weight, impl=impl)  # type: ignore[arg-type]
+def all_of(products: list[Product], impl: str) -> Tensor:
+    for x, weight, around in products:
+        out = linear(x, weight, **around, impl=impl)  # type: ignore[arg-type]
     return out
 
 
@@ -67,7 +71,7 @@ def all_of(products: list[tuple[Tensor, Tensor]], impl: str) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--shapes", nargs="+", default=[*SHAPES, "layer"], choices=[*SHAPES, "layer"])
+    parser.add_argument("--shapes", nargs="+", default=[*SHAPES, "layer", "whole"], choices=[*SHAPES, "layer", "whole"])
     parser.add_argument("--one", type=tile, nargs="+", default=[kernel.ONE])
     parser.add_argument("--several", type=tile, nargs="+", default=[kernel.SEVERAL])
     parser.add_argument("--repeats", type=int, default=20)
@@ -77,13 +81,14 @@ def main() -> None:
     one, several, speed = kernel.ONE, kernel.SEVERAL, read_bandwidth(device)
     rows: list[dict[str, Any]] = []
 
-    def measured(R: int, what: str, products: list[tuple[Tensor, Tensor]], count: int, tiles: list[Any]) -> None:
-        size = sum(w.numel() for _, w in products) * 2 / count
+    def measured(R: int, what: str, products: list[Product], count: int, tiles: list[Any]) -> None:
+        size = sum(w.numel() for _, w, _ in products) * 2 / count
         shared = {"rows": R, "what": what, "floor_us": round(1e6 * size / speed, 2)}
         plain = microseconds(lambda: all_of(products, "reference"), count, options.repeats)
         found = [{**shared, "impl": "library", "us": round(plain, 2)}]
-        x, weight = products[0]
-        expected = linear(x.double(), weight.double())
+        x, weight, around = products[0]
+        exact = {name: (y[0].double(), y[1]) if name == "norm" else y for name, y in around.items()}
+        expected = linear(x.double(), weight.double(), **exact)
         for chosen in tiles:
             for overlap in (True, False):
                 kernel.OVERLAP = overlap
@@ -91,7 +96,9 @@ def main() -> None:
                 entry: dict[str, Any] = {**shared, "impl": "triton", "tile": chosen, "overlap": overlap}
                 try:
                     entry["us"] = round(microseconds(lambda: all_of(products, "triton"), count, options.repeats), 2)
-                    entry["error"] = float((linear(x, weight, impl="triton") - expected).abs().max() / expected.std())
+                    entry["error"] = float(
+                        (linear(x, weight, **around, impl="triton") - expected).abs().max() / expected.std()
+                    )
                 except Exception as error:  # too large for the device
                     entry["failed"] = f"{type(error).__name__}: {error}"[:200]
                 found.append(entry)
@@ -103,14 +110,26 @@ def main() -> None:
     for R in options.rows:
         tiles = options.one if R == 1 else options.several
         for name in options.shapes:
-            shapes = [SHAPES[n] for n in LAYER] if name == "layer" else [SHAPES[name]]
+            several_products = name in ("layer", "whole")
+            shapes = [SHAPES[n] for n in LAYER] if several_products else [SHAPES[name]]
             count = max(2, int(GIGABYTES * 1e9) // sum(2 * n * e for n, e in shapes))
-            products = []
+            products: list[Product] = []
             for _ in range(count):
-                for n, e in shapes:
-                    x = torch.randn(R, e, device=device).bfloat16()
-                    products.append((x, torch.randn(n, e, device=device, dtype=torch.bfloat16) * e**-0.5))
-            measured(R, name, products, count, [one if R == 1 else several] if name == "layer" else tiles)
+                for part, (n, e) in enumerate(shapes):
+                    x, around = torch.randn(R, e, device=device).bfloat16(), {}
+                    if name == "whole":
+                        norm, residual = (
+                            (torch.ones(e, device=device).bfloat16(), 1e-6),
+                            torch.zeros(R, n, device=device).bfloat16(),
+                        )
+                        around = (
+                            {"norm": norm},
+                            {"residual_O": residual},
+                            {"norm": norm, "gated": True},
+                            {"residual_O": residual},
+                        )[part]
+                    products.append((x, torch.randn(n, e, device=device, dtype=torch.bfloat16) * e**-0.5, around))
+            measured(R, name, products, count, [one if R == 1 else several] if several_products else tiles)
             del products
 
 
