@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 OLDEST := .venv-oldest
-KERNELS := $(wildcard tests/test_*_triton.py) $(patsubst %,tests/test_%.py,cache_step few_rows fused_step paged_step projections ragged)
+KERNELS := $(wildcard tests/test_*_triton.py) $(patsubst %,tests/test_%.py,cache_step few_rows fused_step growing paged_step projections ragged)
 
 .PHONY: demo test test-slow test-oldest test-lm-eval test-kernels test-all lint format gpu-check clean
 

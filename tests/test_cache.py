@@ -683,10 +683,11 @@ def test_dense_memory_grows_and_says_so() -> None:
     model = attach(tiny_model(dtype=torch.float32), Dense())
     cache = BoundedCache(model)
     assert Dense().slots is None
-    for seen in (10, 20):
-        feed(model, cache, text(2, 10))
+    for seen, columns in ((10, 64), (20, 64), (80, 128), (300, 384)):  # a quarter more than was needed, in 64s
+        feed(model, cache, text(2, seen - cache.rows_held()))
         shape = dict(layers=2, kv_heads=2, head_dim=8, element_size=4, rows=2)
-        assert cache.nbytes() == dense_bytes(seen, **shape) + 2 * 2 * (2 * seen * 4 + 8) + 2 * 8
+        came = columns  # a byte for each token of a row that can be taken back, with the same room
+        assert cache.nbytes() == dense_bytes(columns, **shape) + 2 * 2 * (2 * columns * 4 + 8 + came) + 2 * 8
         assert cache.rows_held() == seen
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpop.ops.cache_step import Layout, api, attend_held, overwrite
+from kvpop.ops.cache_step import Layout, api, append, attend_held, overwrite
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -270,6 +270,47 @@ def test_attention_over_what_is_held_is_that_of_float64(impl: api.Impl, dtype: t
         assert float((found.double() - truth).abs().max()) <= allowed
 
 
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_over_the_first_slots_of_a_row_is_that_over_what_is_held(impl: api.Impl, dtype, shape) -> None:
+    """However many slots lie behind them, whatever is in these, and in whatever state their positions are."""
+    B, H, G, M, D, *_ = shape
+    for seen in ([0] * B, [1] * B, [M - 1 - 40 * b for b in range(B)], [M + 3 * b for b in range(B)]):
+        count = torch.tensor(seen).clamp(min=0)
+        state = store(shape, [min(n, M - 1) for n in count.tolist()], dtype, seed=sum(seen))
+        state["position"][:] = torch.arange(M, dtype=torch.int32).where(torch.arange(M) < count[:, None, None], -1)
+        count = count.to(DEVICE)
+        q = torch.randn(B, H * G, 1, D, generator=torch.Generator().manual_seed(5)).to(dtype).to(DEVICE)
+        truth = exact(shape, state, q, D**-0.5)
+        plain = attend_held(q, state["keys"], state["values"], state["position"], D**-0.5)
+        position = state["position"]
+        if impl == "triton":
+            empty, position = position < 0, torch.zeros_like(position)
+            state["keys"][empty], state["values"][empty] = math.nan, math.nan
+        found = attend_held(q, state["keys"], state["values"], position, D**-0.5, impl, count_B=count)
+        assert found.dtype == dtype
+        allowed = 2 * float((plain.double() - truth).abs().max()) + torch.finfo(dtype).eps
+        assert float((found.double() - truth).abs().max()) <= allowed
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_token_is_appended_where_there_is_a_slot(impl: api.Impl, shape) -> None:
+    B, M = shape[0], shape[3]
+    for seen in ([0] * B, [M - 1 - b for b in range(B)], [M + b for b in range(B)]):
+        for valid in (None, [b % 2 == 0 for b in range(B)]):
+            state, (k, v, _, now) = store(shape, [0] * B, HALF), new_token(shape, seen, HALF)
+            del state["priority"]
+            expected = {name: x.clone() for name, x in state.items()}
+            for b, n in enumerate(seen):
+                if n < M and (valid is None or valid[b]):
+                    for x, new in zip(expected.values(), (k[b, :, 0], v[b, :, 0], n)):
+                        x[b, :, n] = new
+            append(*state.values(), k, v, now, None if valid is None else torch.tensor(valid, device=DEVICE), impl)
+            assert all(torch.equal(state[name], x) for name, x in expected.items())
+
+
 def test_what_cannot_run_is_refused() -> None:
     shape = SHAPES[1]
     state, new = store(shape, [4, 4], torch.float64), new_token(shape, [4, 4], torch.float64)
@@ -277,4 +318,9 @@ def test_what_cannot_run_is_refused() -> None:
         overwrite(*state.values(), *new, sinks=2, window=8, due=True, impl="triton")
     with pytest.raises(ValueError, match="unknown impl 'cuda': choose reference or triton"):
         attend_held(torch.zeros(2, 8, 1, 64), *list(state.values())[:3], 0.1, "cuda")  # type: ignore[arg-type]
+    layout = Layout.of([3, 5], torch.device("cpu"))
+    with pytest.raises(ValueError, match="count is for heads of equal size"):
+        attend_held(torch.zeros(2, 8, 1, 64), *list(state.values())[:3], 0.1, layout=layout, count_B=new[3])
+    with pytest.raises(ValueError, match="up to 32 bits, got float64"):
+        append(*list(state.values())[:3], *new[:2], new[3], impl="triton")
     assert api.impl_for(torch.zeros(1)) == "reference"

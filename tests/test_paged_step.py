@@ -317,8 +317,8 @@ def test_a_table_of_another_width_has_moved_wherever_it_lies(monkeypatch: pytest
     _, store = pair(("mlp", "self"), B=2, H=1)
     store.reserve(4)
     assert not store.reserve(4)
-    place = paged._place
-    monkeypatch.setattr(paged, "_place", lambda x: (0, *place(x)[1:]))  # all at one address, as freed memory may be
+    place = paged.place
+    monkeypatch.setattr(paged, "place", lambda x: (0, *place(x)[1:]))  # all at one address, as freed memory may be
     store.reserve(4)
     assert not store.reserve(4)
     wide = store.table.shape[-1]

@@ -242,10 +242,12 @@ class BoundedCache(Cache):
                 layer.lazy_initialization(like, like)
 
     def reserve(self, tokens: int) -> bool:
-        """Give paged stores (DMS) pages for the next ``tokens`` steps, which can be captured then: ``is_compileable``.
+        """Give stores that grow (DMS, dense) memory for the next ``tokens`` steps, which can be captured then:
+        ``is_compileable``.
 
         Call it again before ``tokens`` steps are over and after rows were moved about; 0 undoes it. Returns whether memory has
-        moved since the last call, so that a step must be captured again. Asks the device. Other stores do nothing here.
+        moved since the last call, so that a step must be captured again. Asks the device. Other stores do nothing here. From
+        then on nothing can be taken back from dense layers but what comes after 0.
 
         Raises ValueError for tokens < 0 and for a cache without stores (``allocate`` first), RuntimeError if more steps were
         made than were reserved, torch.OutOfMemoryError if memory runs out.

@@ -29,7 +29,7 @@ from kvpop.sampling import Sampling, checked, draw, upload
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 AHEAD = 64
-"""Steps that pages are reserved for at a time."""
+"""Steps that memory is reserved for at a time, where stores grow."""
 
 
 @dataclass(eq=False)
@@ -99,7 +99,7 @@ def _at_least_1(name: str, value: int) -> None:
 
 
 def _addresses(cache: BoundedCache) -> list[int]:
-    """Of all that a step reads and writes; but for pages, of which ``reserve`` says whether they moved."""
+    """Of all that a step reads and writes; but for what was reserved, of which ``reserve`` says whether it moved."""
     return [x.data_ptr() for store in cache.stores if not store.fixed for x in store.tensors().values()]
 
 
@@ -111,9 +111,9 @@ class Engine:
     prompt does not stall the others. Prompts are prefilled alone, in order of submission, cut every ``prefill_chunk`` tokens.
     Decoding has static shapes, and rows that are idle change nothing. Not for several threads at once.
 
-    ``graph``: decoding steps are one CUDA graph, captured at the first of them and again if a store had to move (pins, or pages
-    of DMS). None: where there can be one, on a GPU with stores of a fixed size or pages that are reserved. ``compiled``: with
-    its decoder layers compiled and their projections fused, which takes a minute at the first step.
+    ``graph``: decoding steps are one CUDA graph, captured at the first of them and again if a store had to move (pins, pages of
+    DMS, columns of dense layers). None: where there can be one, on a GPU with stores of a fixed size or that can reserve
+    memory. ``compiled``: with its decoder layers compiled and their projections fused, which takes a minute at the first step.
 
     An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
     memory, an interrupt), what it has written is unknown: every request that has a row ends with that error, it is raised,
@@ -134,7 +134,7 @@ class Engine:
         possible = self.device.type == "cuda" and all(policy.bounded or policy.reserves for policy in self.policies)
         if graph and not possible:
             raise ValueError(
-                f"graph=True needs a GPU and stores of a fixed size or with pages, got {self.policies[0].label} on "
+                f"graph=True needs a GPU and stores of a fixed size or that reserve, got {self.policies[0].label} on "
                 f"{self.device}"
             )
         self.graph, self.compiled = possible if graph is None else graph, compiled
@@ -143,7 +143,7 @@ class Engine:
         self._captured: Captured | None = None
         self._inputs = torch.empty(0)
         self._addresses: list[int] = []
-        self._reserved = 0  # steps that all rows have pages for
+        self._reserved = 0  # steps that all rows have memory for
         self.cache: BoundedCache | None = None  # made like the first one that is prefilled
         self.rows: list[Request | None] = [None] * rows
         self.waiting: deque[Request] = deque()

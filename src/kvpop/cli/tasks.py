@@ -63,13 +63,11 @@ def chosen_decoding(given: Decoding, **options: Any) -> Decoding:
     return chosen
 
 
-def chosen_graph(given: bool | None, compiled: bool, policy: Policy, place: Any) -> bool:
+def chosen_graph(given: bool | None, compiled: bool, place: Any) -> bool:
     """Whether decoding steps are captured, as the engine would say: it is known before the model is loaded."""
-    from kvpop.policies import DMS
-
-    possible = place.type == "cuda" and (policy.slots is not None or isinstance(policy, DMS))
+    possible = place.type == "cuda"  # whatever the policy
     if given and not possible:
-        raise ValueError(f"--graph needs a GPU and a cache of a fixed size or in pages, got {policy.name} on {place}")
+        raise ValueError(f"--graph needs a GPU, got {place}")
     graph = possible if given is None else given
     if compiled and not graph:
         raise ValueError("--compile is for steps that are captured as a graph: it goes with --graph")
@@ -133,9 +131,7 @@ def run(
     rows: Annotated[int, typer.Option(help="Rollouts generated at a time.")] = 8,
     graph: Annotated[
         bool | None,
-        typer.Option(
-            "--graph/--no-graph", help="A decoding step is one CUDA graph (on a GPU, unless the cache is dense)."
-        ),
+        typer.Option("--graph/--no-graph", help="A decoding step is one CUDA graph (the default on a GPU)."),
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="With --graph: its decoder layers compiled.")] = False,
     shard: Annotated[
@@ -176,7 +172,7 @@ def run(
         raise FileNotFoundError(f"--file: no such file {file}")
     chosen, directory, slots = chosen_policy(policy, adapter, budget, sinks, window)
     place, precision = placement(device, dtype)
-    graph = chosen_graph(graph, compiled, chosen, place)
+    graph = chosen_graph(graph, compiled, place)
     with ERR.status("reading the task"):
         tokenizer = load_tokenizer(model)
         check_thinking(tokenizer, thinking)

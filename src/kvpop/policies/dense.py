@@ -23,6 +23,7 @@ class DenseLayer(LayerPolicy):
         return GrowingSlots(k, v)
 
     bounded = False
+    reserves = True
 
     def check_pins(self, count: int) -> None:
         pass  # everything is kept

@@ -21,6 +21,11 @@ CHUNK = 512
 EVERY = slice(None)
 
 
+def place(x: Tensor) -> tuple[object, ...]:
+    """What a captured step knows of a tensor: another one may come to lie where it was."""
+    return x.data_ptr(), tuple(x.shape), x.stride()
+
+
 class Slots(ABC):
     """Keys, values and the position of what each slot holds (-1: empty), and how many tokens each row has seen.
 
@@ -146,8 +151,10 @@ class Slots(ABC):
         raise ValueError(f"{type(self).__name__} cannot roll back {tokens} tokens")
 
     def reserve(self, tokens: int) -> bool:
-        """Give a paged store what the next ``tokens`` steps need; whether memory has moved since the last call. Others need
-        nothing, or (dense) get nothing."""
+        """Give a store that grows what the next ``tokens`` steps need; whether memory has moved since the last call.
+
+        Others need nothing.
+        """
         return False
 
     def check(self) -> None:  # noqa: B027 (most have nothing to check)

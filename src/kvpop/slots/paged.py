@@ -12,7 +12,7 @@ from kvpop.ops.cache_step.api import impl_for, take
 from kvpop.ops.paged_step.api import MLPGate, Pages, Ring, everything, paged, ring_position
 from kvpop.ops.paged_step.api import step as paged_step
 from kvpop.ops.sparse_attention.api import chunk_impl, sparse_attention
-from kvpop.slots.base import EVERY, FAR, Slots
+from kvpop.slots.base import EVERY, FAR, Slots, place
 
 # Shapes: B rows, R = H * G query heads, H KV heads, W window, n new tokens, T = W + n recent and new tokens, N pages a head,
 # P pages in the pool, L tokens a page, M the most tokens held by any head, D head dim, V value dim.
@@ -22,11 +22,6 @@ PAGE = 32
 
 Gate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(q [B, R, n, D], k, v [B, H, n, D]) -> (the queries to attend with, what each token decides [B, H, n]: True drops)."""
-
-
-def _place(x: Tensor) -> tuple[object, ...]:
-    """What a captured step knows of a tensor: another one may come to lie where it was."""
-    return x.data_ptr(), tuple(x.shape), x.stride()
 
 
 class PagedSlots(Slots):
@@ -195,7 +190,7 @@ class PagedSlots(Slots):
             self._known = ()
             return True
         self._give_pages(self.count + tokens)
-        before, self._known = self._known, tuple(_place(getattr(self, name)) for name in STORED)
+        before, self._known = self._known, tuple(place(getattr(self, name)) for name in STORED)
         if moved := before != self._known:
             for name in STORED:
                 x = getattr(self, name)

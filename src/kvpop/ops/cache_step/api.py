@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Impl = Literal["reference", "triton"]
 
 __all__ = [
-    "Impl", "Layout", "attend_held", "by_head", "choose_slot", "impl_for", "least", "mark_due", "overwrite", "pinned",
+    "Impl", "Layout", "append", "attend_held", "by_head", "choose_slot", "impl_for", "least", "mark_due", "overwrite", "pinned",
     "read", "side_by_side", "step", "take", "write",
 ]  # fmt: skip
 
@@ -80,6 +80,28 @@ def overwrite(
     run(*arguments, sinks, window, due, valid_B, pins_BP2, layout)
 
 
+def append(
+    keys_BHMD: Tensor,
+    values_BHMV: Tensor,
+    position_BHM: Tensor,
+    k_BH1D: Tensor,
+    v_BH1V: Tensor,
+    now_B: Tensor,
+    valid_B: Tensor | None = None,
+    impl: Impl = "reference",
+) -> None:
+    """Write token ``now`` of every row into slot ``now``, in place; nothing where there is no such slot or ``valid`` is False.
+
+    Errors: as for ``overwrite``.
+    """
+    _check(impl, keys_BHMD)
+    if impl == "triton":
+        from kvpop.ops.cache_step.triton import append as run
+    else:
+        from kvpop.ops.cache_step.reference import append as run
+    run(keys_BHMD, values_BHMV, position_BHM, k_BH1D, v_BH1V, now_B, valid_B)
+
+
 def attend_held(
     q_BR1D: Tensor,
     keys_BHMD: Tensor,
@@ -88,17 +110,22 @@ def attend_held(
     scale: float,
     impl: Impl = "reference",
     layout: Layout | None = None,
+    count_B: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query a head over every slot that holds a token (position >= 0): [B, R, 1, V] in the dtype of q.
 
     Query head r reads KV head r // G. A head that holds nothing gives zeros. ``layout`` and errors: as for ``overwrite``.
+    ``count`` says that these are the first so many of a row, all of them if there are fewer: no others are looked at then.
+    Raises ValueError if a ``layout`` is given too.
     """
     _check(impl, keys_BHMD)
+    if layout is not None and count_B is not None:
+        raise ValueError("count is for heads of equal size: it does not go with a layout")
     if impl == "triton":
         from kvpop.ops.cache_step.triton import attend_held as run
     else:
         from kvpop.ops.cache_step.reference import attend_held as run
-    return run(q_BR1D, keys_BHMD, values_BHMV, position_BHM, scale, layout)
+    return run(q_BR1D, keys_BHMD, values_BHMV, position_BHM, scale, layout, count_B)
 
 
 def step(

@@ -167,8 +167,35 @@ def overwrite(
     write(priority, slot, fresh_BH1, valid_B)
 
 
+def append(
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    k_BH1D: Tensor,
+    v_BH1V: Tensor,
+    now_B: Tensor,
+    valid_B: Tensor | None,
+) -> None:
+    """See ``api.append``. Not by ``write``: on a CPU scatter copies all of a tensor in half precision."""
+    B, H, M = position.shape
+    fits_B = now_B < M if valid_B is None else valid_B & (now_B < M)
+    at = (torch.arange(B, device=now_B.device), slice(None), now_B.clamp(max=M - 1))
+    for x, new_BHX in (
+        (keys, k_BH1D[:, :, 0]),
+        (values, v_BH1V[:, :, 0]),
+        (position, now_B[:, None].expand(B, H).int()),
+    ):
+        x[at] = torch.where(fits_B.view(-1, *(1,) * (new_BHX.ndim - 1)), new_BHX, x[at])
+
+
 def attend_held(
-    q_BR1D: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float, layout: Layout | None
+    q_BR1D: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    scale: float,
+    layout: Layout | None,
+    count_B: Tensor | None,
 ) -> Tensor:
     """The query heads of a KV head stand side by side as its queries, so keys and values are read once, never repeated."""
     B, R, n, D = q_BR1D.shape

@@ -70,10 +70,28 @@ def _overwrite(
 
 
 @triton.jit
+def _append(
+    keys, values, position, k, v, now, valid,
+    H, M, D: tl.constexpr, V: tl.constexpr, VALID: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    row = head // H
+    t = tl.load(now + row)
+    real = t < M
+    if VALID:
+        real &= tl.load(valid + row) != 0
+    at = head * M + t
+    d = tl.arange(0, BLOCK_D)
+    tl.store(keys + at * D + d, tl.load(k + head * D + d, mask=d < D), mask=(d < D) & real)
+    tl.store(values + at * V + d, tl.load(v + head * V + d, mask=d < V), mask=(d < V) & real)
+    tl.store(position + at, t.to(tl.int32), mask=real)
+
+
+@triton.jit
 def _attend(
-    q, keys, values, position, out, top, total, lengths, bases,
+    q, keys, values, position, out, top, total, lengths, bases, count,
     H, M, N, split,
-    scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, LAYOUT: tl.constexpr,
+    scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
@@ -81,6 +99,9 @@ def _attend(
     splits = tl.num_programs(1)
     size = tl.load(lengths + head % H) if LAYOUT else M
     base = head // H * N + tl.load(bases + head % H) if LAYOUT else head * M
+    if COUNT:  # the splits share what the row holds, however many slots there are
+        size = tl.minimum(tl.load(count + head // H), M).to(tl.int32)
+        split = tl.cdiv(tl.cdiv(size, splits), BLOCK_M) * BLOCK_M
     g, d, e = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     query = tl.load(q + (head * G + g[:, None]) * D + d, mask=(g[:, None] < G) & (d < D), other=0.0)
     high = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -89,7 +110,7 @@ def _attend(
     for start in range(part * split, tl.minimum(part * split + split, size), BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         inside = (m < size) & (m < part * split + split)
-        held = tl.load(position + head * M + m, mask=inside, other=-1) >= 0
+        held = inside if COUNT else tl.load(position + head * M + m, mask=inside, other=-1) >= 0
         key = tl.load(keys + (base + m[:, None]) * D + d, mask=held[:, None] & (d < D), other=0.0)
         logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         logit = tl.where(held, logit, float("-inf"))
@@ -155,8 +176,32 @@ def overwrite(
     )  # fmt: skip
 
 
+def append(
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    k_BH1D: Tensor,
+    v_BH1V: Tensor,
+    now_B: Tensor,
+    valid_B: Tensor | None,
+) -> None:
+    """See ``api.append``: one program a head."""
+    (B, H, M), D, V = position.shape, keys.shape[-1], values.shape[-1]
+    _append[(B * H,)](
+        keys, values, position, k_BH1D.contiguous(), v_BH1V.contiguous(), now_B,
+        now_B if valid_B is None else valid_B.contiguous(),
+        H, M, D=D, V=V, VALID=valid_B is not None, BLOCK_D=triton.next_power_of_2(max(D, V)), num_warps=1,
+    )  # fmt: skip
+
+
 def attend_held(
-    q_BR1D: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float, layout: Layout | None
+    q_BR1D: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    scale: float,
+    layout: Layout | None,
+    count_B: Tensor | None,
 ) -> Tensor:
     """See ``api.attend_held``."""
     (B, H, M), D, V = position.shape, keys.shape[-1], values.shape[-1]
@@ -172,8 +217,10 @@ def attend_held(
     out = torch.empty(B, R, 1, V, dtype=q_BR1D.dtype, device=keys.device)
     _attend[(B * H, splits)](
         q_BR1D.contiguous(), keys, values, position, parts, top, total, lengths, bases,
+        position if count_B is None else count_B,
         H, M, N, split,
-        scale=scale, G=G, D=D, V=V, LAYOUT=layout is not None, BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK,
+        scale=scale, G=G, D=D, V=V, LAYOUT=layout is not None, COUNT=count_B is not None,
+        BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK,
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
