@@ -31,6 +31,16 @@ read -ra KVPOP <<<"${KVPOP:-kvpop}"
 MODEL=${MODEL:-smollm2}
 [[ -z $QUICK ]] || MODEL=smollm2
 
+# numbers NAME VALUE...: or an error that names both.
+numbers() {
+  local name=$1 value
+  shift
+  for value in "$@"; do
+    [[ $value =~ ^[1-9][0-9]*$ ]] || { echo "error: $name must be a number above 0, got $value" >&2; exit 2; }
+  done
+}
+for word in GPUS GPU_MEMORY DENSE_ROWS ITEMS; do numbers "$word" "${!word:-1}"; done
+
 # The first slots are 75 %, the second 88 % below CONTEXT. RECIPE: the paper's run, for the methods that have one.
 # STATE: slots that the bytes of a recurrent scorer are worth (recipes take them off by themselves).
 ALONE=() # where scorers learn alone, for methods without a recipe
@@ -84,6 +94,11 @@ read -ra TASKS_1 <<<"$TASKS_1"
 read -ra TASKS_2 <<<"$TASKS_2"
 # The rows of the tables. Those without training first; the others have adapters.
 read -ra METHODS <<<"${METHODS:-dense streaming tova streaming-plus dms kvpop-mlp kvpop}"
+
+numbers BUDGETS "${BUDGETS[@]}"
+for word in "${BUDGETS[@]}"; do
+  ((word < CONTEXT)) || { echo "error: BUDGETS must be below the $CONTEXT tokens of CONTEXT, got $word" >&2; exit 2; }
+done
 
 # Print a command, or run it.
 run() {
@@ -175,7 +190,7 @@ train_one() {
   case $method in
     streaming-plus) how+=(--policy streaming --budget "$budget") ;;
     dms)
-      how+=(--policy dms --ratio "$((CONTEXT / budget))" --gate mlp)
+      how+=(--policy dms --ratio "$(awk "BEGIN { printf \"%.6g\", $CONTEXT / $budget }")" --gate mlp)
       ;;
     *)
       [[ $scorer == mlp ]] || budget=$((budget - STATE))

@@ -770,3 +770,13 @@ def test_greedy_is_one_rollout(folder, tmp_path):
         ).stdout
     )  # fmt: skip
     assert (report["total"], report["grades"]) == (5, None)
+
+
+def test_grading_what_the_embedded_model_wrote_asks_no_hub(monkeypatch):
+    from kvpop import models
+
+    monkeypatch.setattr(models, "find_spec", lambda name: object())
+    assert models.model_name(models.model_id("smollm2")) == "smollm2"
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    assert models.model_name(models.EMBEDDED_ID) == models.EMBEDDED_ID
+    assert models.model_name("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"

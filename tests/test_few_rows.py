@@ -61,6 +61,17 @@ def test_one_row_next_to_others_is_the_same() -> None:
 
 
 @needs_triton
+def test_strides_do_not_matter() -> None:
+    x, w, _ = made((3,), 64, 37, torch.float32, False)
+    wide = torch.randn(74, device=DEVICE)
+    for bias in (wide[::2], wide[:1].expand(37)):
+        for rows in (x[:1], x, x.T.contiguous().T):
+            torch.testing.assert_close(
+                linear(rows, w, bias, impl="triton"), linear(rows, w, bias), rtol=1e-4, atol=1e-4
+            )
+
+
+@needs_triton
 def test_no_rows() -> None:
     assert linear(torch.zeros(0, 16), torch.zeros(4, 16), impl="triton").shape == (0, 4)
 
@@ -79,6 +90,7 @@ def test_what_it_refuses() -> None:
         "shapes do not fit: x": (x[:, :8], w),
         "at most 64 rows, got 65": (x[:1].expand(65, -1), w),
         "one dtype": (x.half(), w),
+        "at least 1 input feature, got 0": (x[:, :0], w[:, :0].contiguous()),
         "contiguous weights": (x[:, :4].contiguous(), w.T),
         "got \\[torch.float64": (x.double(), w.double()),
     }.items():

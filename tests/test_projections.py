@@ -553,3 +553,15 @@ def test_layers_of_another_kind_keep_their_forward_pass(monkeypatch) -> None:
     fuse(model)
     assert ["forward" in vars(layer) for layer in model.model.layers] == [False, True]
     close(logits(model, rows=1, length=1), expected)
+
+
+@needs_triton
+def test_under_autocast_it_is_the_plain_product(model, monkeypatch) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = logits(model, rows=1, length=1)
+    take_the_kernel(monkeypatch)
+    fuse(model)
+    found = kernels(monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16):
+        close(logits(model, rows=1, length=1), expected)
+    assert not found

@@ -200,12 +200,11 @@ def test_ways_of_sampling_are_rows_each_beside_its_own_teacher(tmp_path):
     write(tmp_path / "k10-long", [[1], [1], [1]], "gsm8k", "kvpop", 4096, temperature=1.0, max_new_tokens=65536)
     write(tmp_path / "r6", [[1], [0]], "ruler_4k", "kvpop", 4096)
     (table,) = report(tmp_path)["tables"]
-    short, long = "max new tokens 32768", "max new tokens 65536"
+    long = "max new tokens 65536"
     assert [row["label"] for row in table["rows"]] == [
-        f"Teacher, {short}, temperature 0.6", f"Teacher, {short}, temperature 1.0",
-        f"KVpop, {short}, temperature 0.6", f"KVpop, {short}, temperature 1.0", f"KVpop, {long}, temperature 1.0",
+        "Teacher", "Teacher, temperature 1", "KVpop", f"KVpop, {long}, temperature 1", "KVpop, temperature 1",
     ]  # fmt: skip
-    teacher6, teacher10, own6, own10, longer = table["rows"]
+    teacher6, teacher10, own6, longer, own10 = table["rows"]
     assert (own6["cells"][0]["score"]["value"], own6["cells"][0]["comparison"]["teacher"]) == (1 / 3, 2 / 3)
     assert (own10["cells"][0]["comparison"]["teacher"], longer["cells"][0]["comparison"]) == (1 / 3, None)
     assert (own6["cells"][1]["score"]["value"], own10["cells"][1]) == (0.5, None)
@@ -213,10 +212,27 @@ def test_ways_of_sampling_are_rows_each_beside_its_own_teacher(tmp_path):
     assert f"/t10 and {tmp_path}/k10-long differs (decoding.max_new_tokens 32768, now 65536)" in note
     assert (teacher6["relative"], teacher10["cells"][1]) == (None, None)
     (one,) = report(tmp_path / "t6", tmp_path / "t10", tmp_path / "k10")["tables"]
-    assert [row["label"] for row in one["rows"]] == [
-        f"{x}, temperature {y}" for x, y in (("Teacher", 0.6), ("Teacher", "1.0"), ("KVpop", "1.0"))
-    ]
+    assert [row["label"] for row in one["rows"]] == ["Teacher", "Teacher, temperature 0.6", "KVpop"]
     assert [row["relative"]["value"] for row in one["rows"]] == [1.0, 1.0, 1.0]
+
+
+def test_one_run_sampled_otherwise_leaves_all_other_rows_whole(tmp_path):
+    for policy, slots in (("dense", None), ("streaming", 4096)):
+        write(tmp_path / policy / "a", [[1], [0]], "ruler_4k", policy, slots, max_new_tokens=4)
+        write(tmp_path / policy / "b", [[1], [0]], "gsm8k", policy, slots, max_new_tokens=6)
+    write(tmp_path / "more", [[1], [0]], "ruler_4k", "streaming", 4096, max_new_tokens=5)
+    (table,) = report(tmp_path)["tables"]
+    assert [(row["label"], row["average"] is None) for row in table["rows"]] == [
+        ("Teacher", False), ("StreamLLM", False), ("StreamLLM, max new tokens 5", True),
+    ]  # fmt: skip
+    assert table["rows"][1]["relative"]["value"] == 1.0
+
+
+def test_policies_that_were_sampled_differently_say_so(tmp_path):
+    write(tmp_path / "t", [[1], [0]], "gsm8k", "tova", 4096, temperature=0.5)
+    write(tmp_path / "s", [[1], [0]], "gsm8k", "streaming", 4096, thinking=True)
+    (table,) = report(tmp_path)["tables"]
+    assert [row["label"] for row in table["rows"]] == ["StreamLLM, temperature 0.6, thinking on", "TOVA"]
 
 
 def test_tables_are_by_model_and_kind_of_task(tmp_path):
@@ -252,9 +268,10 @@ def test_what_is_not_comparable_is_said(tmp_path):
         write(tmp_path / "s" / str(n), [[1], [0], [1]], "gsm8k", "tova", 4096, **way)
         (table,) = report(tmp_path / "t", tmp_path / "s" / str(n))["tables"]
         said = message.format(f"{tmp_path / 't'} and {tmp_path / 's' / str(n)}")
-        assert f"TOVA at 75% on GSM8K is not compared with the teacher: {said}." in table["notes"]
-        assert row_of(table, "TOVA")["relative"] is None
-        assert row_of(table, "TOVA")["average"] is not None
+        label = "TOVA, temperature 1" if "temperature" in way else "TOVA"
+        assert f"{label} at 75% on GSM8K is not compared with the teacher: {said}." in table["notes"]
+        assert row_of(table, label)["relative"] is None
+        assert row_of(table, label)["average"] is not None
 
 
 def test_a_part_of_a_task_is_marked(tmp_path):

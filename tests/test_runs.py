@@ -184,6 +184,29 @@ def test_unknown_words_and_models_are_refused() -> None:
     assert "MODEL must be qwen3-4b, qwen3-8b or smollm2, got gpt" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ({"BUDGETS": "abc"}, "BUDGETS must be a number above 0, got abc"),
+        ({"BUDGETS": "8192"}, "BUDGETS must be below the 4096 tokens of CONTEXT, got 8192"),
+        ({"GPU_MEMORY": "80GB"}, "GPU_MEMORY must be a number above 0, got 80GB"),
+        ({"ITEMS": "0"}, "ITEMS must be a number above 0, got 0"),
+    ],
+)
+def test_numbers_are_checked_before_anything_runs(setting: dict[str, str], error: str) -> None:
+    done = script("train", DRY_RUN="1", MODEL="smollm2", **setting)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {error}\n"
+
+
+def test_dms_compresses_as_much_as_a_budget() -> None:
+    done = script("train", DRY_RUN="1", MODEL="smollm2", METHODS="dms", BUDGETS="600 512")
+    assert [line.split("--ratio ")[1].split()[0] for line in done.stdout.splitlines() if "--ratio" in line] == [
+        "6.82667",
+        "8",
+    ]
+
+
 FAKE = """#!/usr/bin/env bash
 echo "$*" >>"$LOG"
 [[ -z ${FAIL:-} || $* != *"$FAIL"* ]] || exit 130

@@ -33,6 +33,12 @@ def model_id(name: str) -> str:
     return EMBEDDED_ID if name in EMBEDDED_NAMES else name
 
 
+def model_name(identity: str) -> str:
+    """The other way round: what to ask for to get the model with that identity. The embedded one, if it is installed, takes no
+    hub."""
+    return EMBEDDED_NAMES[0] if identity == EMBEDDED_ID and find_spec(_EMBEDDED_PACKAGE) else identity
+
+
 def load_base(
     name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

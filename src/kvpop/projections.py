@@ -105,7 +105,7 @@ class FusedLinear(nn.Linear):
         if not together or (state is None and not traced):
             return linear(input, self.weight, self.bias, **around)
         if self.part == 0:
-            impl = kernel_or_reference(input)
+            impl = kernel_or_reference(input) if _alike(input, self.weight) else "reference"
             product = linear(input, group.weight_FE, group.bias_F, **around, impl=impl)  # type: ignore[arg-type]
             if len(group.sizes) == 1:
                 return product
@@ -166,7 +166,8 @@ def fuse(model: PreTrainedModel) -> int:
 
 def step(layer: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
     """A decoder layer whose products take in what stands around them, for few rows; else the layer's own forward pass."""
-    if args or torch.is_grad_enabled() or kernel_or_reference(hidden_states) != "triton" or not _whole(layer):
+    few = not args and not torch.is_grad_enabled() and kernel_or_reference(hidden_states) == "triton"
+    if not few or not _whole(layer) or not _alike(hidden_states, layer.mlp.gate_proj.weight):
         return type(layer).forward(layer, hidden_states, *args, **options)
     attention, up, down = layer.self_attn, layer.mlp.gate_proj.group, layer.mlp.down_proj.group
     reads, writes = attention.q_proj.group, attention.o_proj.group
@@ -178,6 +179,13 @@ def step(layer: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tenso
     norm = _norm(layer.post_attention_layernorm)
     active = linear(hidden_states, up.weight_FE, up.bias_F, norm=norm, gated=True, impl="triton")
     return linear(active, down.weight_FE, down.bias_F, residual_O=hidden_states, impl="triton")
+
+
+def _alike(input: Tensor, weight: Tensor) -> bool:
+    """Whether a product is one of these two as they are."""
+    return (input.dtype, input.device) == (weight.dtype, weight.device) and not torch.is_autocast_enabled(
+        input.device.type
+    )
 
 
 def _norm(module: Any) -> Norm:

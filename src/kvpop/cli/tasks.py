@@ -341,6 +341,7 @@ def grade(
 ) -> None:
     """Grade rollouts, or go on grading them. Their model is not needed."""
     from kvpop.evals.rollouts import STEM, check_items, file_checksum, read_settings
+    from kvpop.models import model_name
 
     if workers < 1:
         raise ValueError(f"--workers must be at least 1, got {workers}")
@@ -360,7 +361,7 @@ def grade(
             f"--file {chosen} has the checksum {file_checksum(chosen)}, the rollouts were made from "
             f"{made_with['task']['checksum']}"
         )
-    tokenizer = load_tokenizer(made_with["model"]["id"]) if task.source is None else None
+    tokenizer = load_tokenizer(model_name(made_with["model"]["id"])) if task.source is None else None
     given = task.items(tokenizer, chosen)
     check_items(task, given)
     report = _grade(task, given, directory, workers, again, allow_code)
@@ -426,4 +427,5 @@ def report(
 
 def command() -> list[str]:
     """The command line of this process, as it can be given again."""
-    return [Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]
+    started = Path(sys.argv[0]).name.replace("__main__.py", "kvpop")  # by python -m kvpop
+    return [started, *map(shlex.quote, sys.argv[1:])]

@@ -156,7 +156,7 @@ def build(results: Sequence[Result], command: Sequence[str] = (), draws: int = 1
     "tables": a table a model and set of tasks (those of the paper's tables first), with "rows" of "cells" (a column each: score
     with its interval, tally, comparison with the teacher; None where there is none), "average" and "relative" (None unless
     every cell is there), "paper" (the paper's figures for this row or None), "sentences" and "notes". "results": where each
-    came from. Where a policy was sampled in several ways on one task, every way is a row, and labels say which.
+    came from. Labels say how a row was sampled where that is not what most methods of a task have in common.
     """
     tables = []
     for model in dict.fromkeys(result.model for result in results):
@@ -189,10 +189,10 @@ def _table(
     if source is not None and Path(model).name in source.models:
         title, printed = source.models[Path(model).name]
     results = [result for result in results if result.task in columns]
-    ways = _ways(results)
+    usual = _usual(results)
     by_method: dict[Any, dict[str, Result]] = {}
     for result in results:
-        way = tuple(json.dumps(result.settings["decoding"].get(name)) for name in ways)
+        way = _otherwise(result.settings["decoding"], usual[result.task])
         by_method.setdefault((*result.method, way), {})[result.task] = result
     groups = _groups({key: next(iter(cells.values())).ratio for key, cells in by_method.items()})
     rows: list[dict[str, Any]] = [
@@ -210,10 +210,10 @@ def _table(
     rows.sort(
         key=lambda row: (
             row["group"] is None, row["group"] or 0.0, order.get(row["label"], len(order)), row["label"],
-            row["key"] and (row["key"][2] or 0, row["key"][1], [(len(value), value) for value in row["key"][3]]),
+            row["key"] and (row["key"][2] or 0, row["key"][1], row["key"][3]),
         )
     )  # fmt: skip
-    _tell_apart(rows, ways)
+    _tell_apart(rows)
     teachers = [result for result in results if result.variant == TEACHER]
     sentences: list[str] = []
     notes: list[str] = []
@@ -247,18 +247,39 @@ def _groups(ratios: Mapping[Any, float | None]) -> dict[Any, float | None]:
     return found
 
 
-def _ways(results: Sequence[Result]) -> list[str]:
-    """Names of the settings of decoding that differ between results of one method on one task."""
-    found: dict[Any, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+def _usual(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    """For every task the settings of decoding that most methods have in common; of equals the teacher's."""
+    users: dict[str, dict[str, set[Any]]] = defaultdict(lambda: defaultdict(set))
     for result in results:
-        for name, value in result.settings["decoding"].items():
-            found[result.method, result.task][name].add(json.dumps(value))
-    return sorted({name for values in found.values() for name, several in values.items() if len(several) > 1})
+        users[result.task][json.dumps(result.settings["decoding"], sort_keys=True)].add(result.method)
+
+    def rank(way: tuple[str, set[Any]]) -> tuple[int, bool, str]:
+        return -len(way[1]), all(method[0] != TEACHER for method in way[1]), way[0]
+
+    return {task: json.loads(min(ways.items(), key=rank)[0]) for task, ways in users.items()}
 
 
-def _tell_apart(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> None:
+def _otherwise(decoding: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[str, ...]:
+    """In what settings of decoding differ from the usual ones, in the words of a label."""
+    names = sorted(name for name in {*decoding, *usual} if decoding.get(name) != usual.get(name))
+    return tuple(_worded(name, decoding.get(name)) for name in names)
+
+
+def _worded(name: str, value: Any) -> str:
+    words = {None: "not set", True: "on", False: "off"}
+    said = (
+        words[value]
+        if value is None or isinstance(value, bool)
+        else f"{value:,g}"
+        if isinstance(value, float)
+        else value
+    )
+    return f"{name.replace('_', ' ')} {said}"
+
+
+def _tell_apart(rows: Sequence[dict[str, Any]]) -> None:
     """Add to labels that stand twice under one ratio in what their policies differ (slots, else the adapter, else settings),
-    and to all labels how they were sampled, where that differs."""
+    and in what their sampling is not the usual."""
     alike: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["key"] is not None:
@@ -274,8 +295,7 @@ def _tell_apart(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> None:
                 for row, label in zip(same, labels):
                     row["label"] = label
         for row in same:
-            said = (f"{name.replace('_', ' ')} {value}" for name, value in zip(ways, row["key"][3]))
-            row["label"] = ", ".join([row["label"], *said])
+            row["label"] = ", ".join([row["label"], *row["key"][3]])
 
 
 def _facts(key: tuple[Any, ...]) -> dict[str, str]:
@@ -459,7 +479,7 @@ def _said(result: Mapping[str, Any]) -> str:
     task, extent, last = result["task"], result["extent"], result["runs"][-1] if result["runs"] else {}
     size = "a cache that grows" if budget["bytes"] is None else f"{budget['bytes']:,} bytes a sequence"
     slots = "no fixed slots" if budget["slots"] is None else f"{budget['slots']:,} slots a KV head"
-    thinking = {None: "", True: ", thinking on", False: ", thinking off"}[decoding["thinking"]]
+    thinking = {None: "", True: ", thinking on", False: ", thinking off"}[decoding.get("thinking")]
     source = task["source"]
     origin = "made items" if source is None else f"{source['hub']} at {source['revision']} ({source['licence']})"
     said = [

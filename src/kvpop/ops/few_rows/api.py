@@ -15,7 +15,7 @@ from kvpop.ops import interpreted
 Impl = Literal["reference", "triton"]
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_ROWS = 1
-"""Rows up to which the kernel is faster than the library's product."""
+"""Rows up to which the kernel is taken."""
 HAS_TRITON = find_spec("triton") is not None
 
 Norm = tuple[Tensor, float]
@@ -75,6 +75,8 @@ def linear(
         raise ValueError(
             f"impl='triton' takes one dtype of float32, float16 and bfloat16, got {[y.dtype for y in tensors]}"
         )
+    if not E:
+        raise ValueError("impl='triton' needs at least 1 input feature, got 0")
     rows = x_E.numel() // E
     if rows > LARGEST:
         raise ValueError(f"impl='triton' takes at most {LARGEST} rows, got {rows}")
@@ -82,6 +84,7 @@ def linear(
         raise ValueError(f"impl='triton' takes contiguous weights, got strides {weight_NE.stride()}")
     if not rows:
         return x_E.new_empty(outputs)
+    bias_N, scale = (None if y is None else y.contiguous() for y in (bias_N, scale))
     residual = None if residual_O is None else residual_O.reshape(rows, -1).contiguous()
     epsilon = 0.0 if norm is None else float(norm[1])
     return product(x_E.reshape(rows, E).contiguous(), weight_NE, bias_N, scale, epsilon, gated, residual).view(outputs)
