@@ -137,9 +137,10 @@ def test_offload_moves_everything_and_back() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_model_on_two_devices_keeps_each_layers_cache_beside_it() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_model_on_two_devices_keeps_each_layers_cache_beside_it(dtype: torch.dtype) -> None:
     accelerate = pytest.importorskip("accelerate")
-    whole, split = tiny_model().cuda(), tiny_model()
+    whole, split = tiny_model(dtype=dtype).cuda(), tiny_model(dtype=dtype)
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1}
     split = accelerate.dispatch_model(split, {**places, "model.norm": 1, "lm_head": 1})
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ One attention function and one mask function are registered with transformers on
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -68,7 +69,8 @@ def attention(
             raise ValueError(
                 "packed documents and observers are for cache-free passes: call the model with use_cache=False"
             )
-        out = given.slots.attend(query, key, value, attention_mask, scale)
+        with _device_of(query):
+            out = given.slots.attend(query, key, value, attention_mask, scale)
     else:
         if key.shape[2] != query.shape[2]:
             raise ValueError(
@@ -78,8 +80,14 @@ def attention(
         if kvpop is None:
             kvpop = SequencePass(_documents(query, attention_mask, kwargs.get("position_ids")))
         attend = policy.attend_densely if kvpop.dense else policy.attend_sequence
-        out = attend(query, key, value, scale, kvpop)
+        with _device_of(query):
+            out = attend(query, key, value, scale, kvpop)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """The device of x is the current one: that is where Triton launches, and a model may be spread over several."""
+    return torch.cuda.device(x.device) if x.is_cuda and not torch.compiler.is_compiling() else nullcontext()
 
 
 def _documents(query: Tensor, valid_BS: Tensor | None, position_ids: Tensor | None) -> Documents:
