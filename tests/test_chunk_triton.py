@@ -9,7 +9,7 @@ from torch import Tensor
 from kvpop.attachment import attach
 from kvpop.budget import Budget
 from kvpop.cache import BoundedCache
-from kvpop.ops.sparse_attention import NEVER, chunk_impl, sparse_attention, triton_chunk
+from kvpop.ops.sparse_attention import NEVER, chunk_impl, sparse_attention
 from kvpop.policies import DMS, KVpop, Streaming, Tova
 from kvpop.slots.base import FAR
 from tests.test_cache import feed, text
@@ -55,8 +55,8 @@ def made(shape: tuple, seed: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_the_reference(shape: tuple, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
-        monkeypatch.setattr(triton_chunk, "ROWS", 32)
-        monkeypatch.setattr(triton_chunk, "KEYS", 16)
+        monkeypatch.setattr("kvpop.ops.sparse_attention.triton_chunk.ROWS", 32)
+        monkeypatch.setattr("kvpop.ops.sparse_attention.triton_chunk.KEYS", 16)
     (q, k, v), expiry, q_pos, k_pos = made(shape, seed=len(str(shape)))
     if ordered:
         k_pos, order = k_pos.sort(-1)
