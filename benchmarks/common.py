@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers
 
+from kvpop.capture import capture
+
 PEAK = 989e12
 """Dense bfloat16 FLOP/s of an H100 or H200."""
 
@@ -28,6 +30,19 @@ def milliseconds(run: Callable[[], Any], repeats: int) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop))
     return statistics.median(times)
+
+
+def microseconds(run: Callable[[], Any], count: int, repeats: int) -> float:
+    """Of one of ``count`` alike things in a graph."""
+    graph = capture(run)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph()
+    start.record()
+    for _ in range(repeats):
+        graph()
+    stop.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(stop) / repeats / count
 
 
 def write(path: Path | None, what: str, command: str, rows: list[dict[str, Any]], **more: Any) -> None:

@@ -14,16 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import write
+from common import microseconds, write
 from torch import Tensor
 
 from kvpop.bench import read_bandwidth
-from kvpop.capture import capture
 from kvpop.ops.few_rows import linear
 from kvpop.ops.few_rows import triton as kernel
 
@@ -46,19 +44,6 @@ def tile(text: str) -> tuple[int, ...]:
     if len(found) != 4:
         raise argparse.ArgumentTypeError(f"four numbers, got {text}")
     return found
-
-
-def microseconds(run: Callable[[], Any], count: int, repeats: int) -> float:
-    """Of one of ``count`` alike things in a graph."""
-    graph = capture(run)
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph()
-    start.record()
-    for _ in range(repeats):
-        graph()
-    stop.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(stop) / repeats / count
 
 
 def all_of(products: list[Product], impl: str) -> Tensor:

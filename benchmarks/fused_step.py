@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import write
+from common import microseconds, write
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -44,19 +44,6 @@ def variant(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"{part} is not CONSTANT=NUMBER of ops.cache_step.fused.triton")
         found[name] = int(value)
     return found
-
-
-def microseconds(step: Callable[[], Tensor], layers: int, repeats: int) -> float:
-    """Of one layer, in a graph of all of them."""
-    graph = capture(step)
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph()
-    start.record()
-    for _ in range(repeats):
-        graph()
-    stop.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(stop) / repeats / layers
 
 
 def kernels(step: Callable[[], Tensor], layers: int) -> dict[str, float]:
