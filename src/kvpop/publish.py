@@ -73,8 +73,8 @@ def push_to_hub(
     token: str | None = None,
 ) -> str:
     """Write the model card of the adapter in ``directory`` and upload both to ``repo_id`` (OWNER/NAME); returns the commit's
-    address. ``directory`` may be any name that ``adapter_directory`` takes; of adapters given by a name nothing is written, into
-    the package or the cache of the hub.
+    address. ``directory`` may be any name that ``adapter_directory`` takes: then nothing is written into the package or into
+    the cache of the hub.
 
     The repository is made if it is not there, ``private`` or not; one that is there keeps its visibility. ``evaluation``: a
     file that ``kvpop eval --out`` wrote. ``base_model``, ``license``: see ``card.model_card``. ``keep_card`` uploads the
