@@ -101,18 +101,12 @@ def main() -> None:
             products: list[Product] = []
             for _ in range(count):
                 for part, (n, e) in enumerate(shapes):
-                    x, around = torch.randn(R, e, device=device).bfloat16(), {}
-                    if name == "whole":
-                        norm, residual = (
-                            (torch.ones(e, device=device).bfloat16(), 1e-6),
-                            torch.zeros(R, n, device=device).bfloat16(),
-                        )
-                        around = (
-                            {"norm": norm},
-                            {"residual_O": residual},
-                            {"norm": norm, "gated": True},
-                            {"residual_O": residual},
-                        )[part]
+                    x = torch.randn(R, e, device=device).bfloat16()
+                    around: dict[str, Any] = {}
+                    if name == "whole" and part in (0, 2):
+                        around = {"norm": (torch.ones(e, device=device).bfloat16(), 1e-6), "gated": part == 2}
+                    elif name == "whole":
+                        around = {"residual_O": torch.zeros(R, n, device=device).bfloat16()}
                     products.append((x, torch.randn(n, e, device=device, dtype=torch.bfloat16) * e**-0.5, around))
             measured(R, name, products, count, [one if R == 1 else several] if several_products else tiles)
             del products

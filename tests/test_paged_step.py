@@ -18,7 +18,7 @@ from kvpop.cache import BoundedCache
 from kvpop.capture import capture
 from kvpop.ops.paged_step import MLPGate, api
 from kvpop.policies import DMS, LayerShape, Streaming
-from kvpop.slots import PagedSlots, paged
+from kvpop.slots import PagedSlots, base
 from tests.test_cache_step import DEVICE, GPU, HALF, needs_triton
 from tests.test_dms import forward, shaken
 from tests.test_fused_step import launches, needs_gpu, quick_interpreter  # noqa: F401 (a fixture of every test)
@@ -317,8 +317,8 @@ def test_a_table_of_another_width_has_moved_wherever_it_lies(monkeypatch: pytest
     _, store = pair(("mlp", "self"), B=2, H=1)
     store.reserve(4)
     assert not store.reserve(4)
-    place = paged.place
-    monkeypatch.setattr(paged, "place", lambda x: (0, *place(x)[1:]))  # all at one address, as freed memory may be
+    place = base.place
+    monkeypatch.setattr(base, "place", lambda x: (0, *place(x)[1:]))  # all at one address, as freed memory may be
     store.reserve(4)
     assert not store.reserve(4)
     wide = store.table.shape[-1]

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvpop.policies import LayerPolicy
 from kvpop.policies.base import HANDOVER
 from kvpop.slots import CHUNK, Slots
+from kvpop.slots.base import stay
 
 IMPLEMENTATION = "kvpop"
 """The name under which the attention function is registered with transformers."""
@@ -67,9 +68,7 @@ class BoundedLayer(CacheLayerMixin):
             slots.record(self.rollback)
         if self.spans is not None and self.policy.pins_apply:
             slots.pin(_table(self.spans, slots.seen))
-        if key_states.device.type == "cuda" and not torch.compiler.is_compiling():
-            for x in (*slots.tensors().values(), slots.taken):  # where a captured graph finds them again
-                torch._dynamo.mark_static_address(x)
+        stay(*slots.tensors().values(), slots.taken)
         self.slots, self.home = slots, key_states.device
         self.is_initialized = True
 

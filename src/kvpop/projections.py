@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpop.ops.few_rows import Norm, kernel_or_reference, linear, takes
+from kvpop.ops.few_rows import Impl, Norm, kernel_or_reference, linear, takes
 
 # Shapes: E input features, F output features of a group, all modules together.
 
@@ -105,7 +105,7 @@ class FusedLinear(nn.Linear):
         if not together or (state is None and not traced):
             return linear(input, self.weight, self.bias, **around)
         if self.part == 0:
-            impl = kernel_or_reference(input) if _alike(input, self.weight) else "reference"
+            impl = _impl(input, self.weight)
             product = linear(input, group.weight_FE, group.bias_F, **around, impl=impl)  # type: ignore[arg-type]
             if len(group.sizes) == 1:
                 return product
@@ -166,8 +166,8 @@ def fuse(model: PreTrainedModel) -> int:
 
 def step(layer: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
     """A decoder layer whose products take in what stands around them, for few rows; else the layer's own forward pass."""
-    few = not args and not torch.is_grad_enabled() and kernel_or_reference(hidden_states) == "triton"
-    if not few or not _whole(layer) or not _alike(hidden_states, layer.mlp.gate_proj.weight):
+    few = not args and not torch.is_grad_enabled() and _impl(hidden_states, layer.mlp.gate_proj.weight) == "triton"
+    if not few or not _whole(layer):
         return type(layer).forward(layer, hidden_states, *args, **options)
     attention, up, down = layer.self_attn, layer.mlp.gate_proj.group, layer.mlp.down_proj.group
     reads, writes = attention.q_proj.group, attention.o_proj.group
@@ -181,11 +181,10 @@ def step(layer: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tenso
     return linear(active, down.weight_FE, down.bias_F, residual_O=hidden_states, impl="triton")
 
 
-def _alike(input: Tensor, weight: Tensor) -> bool:
-    """Whether a product is one of these two as they are."""
-    return (input.dtype, input.device) == (weight.dtype, weight.device) and not torch.is_autocast_enabled(
-        input.device.type
-    )
+def _impl(input: Tensor, weight: Tensor) -> Impl:
+    """How to multiply these: by the kernel only as they are, not as autocast would have them."""
+    alike = (input.dtype, input.device) == (weight.dtype, weight.device)
+    return kernel_or_reference(input) if alike and not torch.is_autocast_enabled(input.device.type) else "reference"
 
 
 def _norm(module: Any) -> Norm:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
+
+HAS_TRITON = find_spec("triton") is not None
 
 
 def interpreted() -> bool:

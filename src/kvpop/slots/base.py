@@ -26,6 +26,13 @@ def place(x: Tensor) -> tuple[object, ...]:
     return x.data_ptr(), tuple(x.shape), x.stride()
 
 
+def stay(*tensors: Tensor) -> None:
+    """Say that a captured graph will find these where they are."""
+    for x in tensors:
+        if x.device.type == "cuda" and not x.is_inference() and not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(x)
+
+
 class Slots(ABC):
     """Keys, values and the position of what each slot holds (-1: empty), and how many tokens each row has seen.
 
@@ -46,6 +53,8 @@ class Slots(ABC):
     chunk: int = CHUNK
     fixed = False
     """Whether a store without a bound has what the next steps need, in memory that stays where it is: see ``reserve``."""
+    _known: tuple[object, ...] = ()
+    """Where memory was when it was reserved."""
 
     @torch.no_grad()
     def attend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, valid_Bn: Tensor | None, scale: float) -> Tensor:
@@ -156,6 +165,13 @@ class Slots(ABC):
         Others need nothing.
         """
         return False
+
+    def _moved(self, *tensors: Tensor) -> bool:
+        """Whether these are not where they were at the last call; from now on they stay."""
+        before, self._known = self._known, tuple(place(x) for x in tensors)
+        if moved := before != self._known:
+            stay(*tensors)
+        return moved
 
     def check(self) -> None:  # noqa: B027 (most have nothing to check)
         """Raise RuntimeError if steps needed more than was reserved; asks the device where anything was."""

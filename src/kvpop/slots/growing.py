@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpop.ops.cache_step.api import append, attend_held, impl_for, take
-from kvpop.slots.base import CHUNK, EVERY, FAR, Slots, place
+from kvpop.slots.base import CHUNK, EVERY, FAR, Slots
 
 # Shapes: B rows, R = H * G query heads, H KV heads, G query heads per KV head, n new tokens, X queries of a KV head, T columns
 # that are read, D head dim, V value dim.
@@ -36,7 +36,6 @@ class GrowingSlots(Slots):
     def __init__(self, k_like: Tensor, v_like: Tensor) -> None:
         self.impl = impl_for(k_like)
         self.fixed = False
-        self._known: tuple[object, ...] = ()  # where memory was when it was reserved
         rows, device = k_like.shape[0], k_like.device
         self.keys, self.values = k_like, v_like
         self.position = torch.zeros(*k_like.shape[:2], 0, dtype=torch.int32, device=device)
@@ -96,13 +95,7 @@ class GrowingSlots(Slots):
             return True
         self._forget()
         self._room(tokens)
-        stored = (*self._columns, self.seen, self.taken)
-        before, self._known = self._known, tuple(place(x) for x in stored)
-        if moved := before != self._known:
-            for x in stored:
-                if x.device.type == "cuda" and not x.is_inference():
-                    torch._dynamo.mark_static_address(x)
-        return moved
+        return self._moved(*self._columns, self.seen, self.taken)
 
     def check(self) -> None:
         if self.fixed:

@@ -12,7 +12,7 @@ from kvpop.ops.cache_step.api import impl_for, take
 from kvpop.ops.paged_step.api import MLPGate, Pages, Ring, everything, paged, ring_position
 from kvpop.ops.paged_step.api import step as paged_step
 from kvpop.ops.sparse_attention.api import chunk_impl, sparse_attention
-from kvpop.slots.base import EVERY, FAR, Slots, place
+from kvpop.slots.base import EVERY, FAR, Slots
 
 # Shapes: B rows, R = H * G query heads, H KV heads, W window, n new tokens, T = W + n recent and new tokens, N pages a head,
 # P pages in the pool, L tokens a page, M the most tokens held by any head, D head dim, V value dim.
@@ -52,7 +52,6 @@ class PagedSlots(Slots):
             raise ValueError(f"lag must be 0 or 1 token, got {lag}")
         self.window, self.sinks, self.gate, self.lag, self.page, self.weights = window, sinks, gate, lag, page, weights
         self.fixed = False
-        self._known: tuple[tuple[object, ...], ...] = ()  # where memory was when pages were reserved
         self._start(len(k_like), k_like, v_like)
 
     def _start(self, rows: int, k_like: Tensor, v_like: Tensor) -> None:
@@ -190,13 +189,7 @@ class PagedSlots(Slots):
             self._known = ()
             return True
         self._give_pages(self.count + tokens)
-        before, self._known = self._known, tuple(place(getattr(self, name)) for name in STORED)
-        if moved := before != self._known:
-            for name in STORED:
-                x = getattr(self, name)
-                if x.device.type == "cuda" and not x.is_inference():
-                    torch._dynamo.mark_static_address(x)
-        return moved
+        return self._moved(*(getattr(self, name) for name in STORED))
 
     def check(self) -> None:
         if self.fixed:

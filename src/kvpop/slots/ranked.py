@@ -28,7 +28,7 @@ from kvpop.ops.cache_step.api import step as fused_step
 from kvpop.ops.cache_step.fused import Weights, derive
 from kvpop.ops.sparse_attention.api import chunk_impl, sparse_attention
 from kvpop.scorers import Scorer
-from kvpop.slots.base import EVERY, FAR, Slots
+from kvpop.slots.base import EVERY, FAR, Slots, stay
 from kvpop.slots.journal import Journal, Update
 
 # Shapes: B rows, R = H * G query heads, H KV heads, M slots, n new tokens, T = M + n candidates, D head dim, E = D_k + D_v,
@@ -39,13 +39,6 @@ FUSE = True
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
 """Anything with the signature of ``sparse_attention`` with positions."""
-
-
-def stay(*tensors: Tensor) -> None:
-    """Say that a captured graph will find these where they are."""
-    for x in tensors:
-        if x.device.type == "cuda" and not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(x)
 
 
 class RankedSlots(Slots):

@@ -88,8 +88,48 @@ def _append(
 
 
 @triton.jit
+def _absorb(high, mass, summed, query, key, value, held, scale: tl.constexpr, PRECISION: tl.constexpr):
+    """The running maximum, sum and output with these keys and values, of those that are held."""
+    logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    logit = tl.where(held, logit, float("-inf"))
+    higher = tl.maximum(high, tl.max(logit, 1))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp(logit - safe[:, None])
+    shrink = tl.exp(high - safe)
+    mass = mass * shrink + tl.sum(weight, 1)
+    summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+    return higher, mass, summed
+
+
+@triton.jit
+def _highest(stats, first, count, g, highest, G: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The largest logit of a query head in splits first .. first + count, or ``highest``; 0 for -inf."""
+    s = tl.arange(0, BLOCK_T)
+    for start in range(0, count, BLOCK_T):
+        at = (first + start + s) * (2 * G) + g
+        highest = tl.maximum(highest, tl.max(tl.load(stats + at, mask=start + s < count, other=float("-inf")), 0))
+    return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+@triton.jit
+def _merged(
+    stats, parts, first, count, g, highest, mass, summed, e, G: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """The output of a query head: what these splits came to beside what is there, relative to exp(highest)."""
+    s = tl.arange(0, BLOCK_T)
+    for start in range(0, count, BLOCK_T):
+        inside = start + s < count
+        at = first + start + s
+        shrink = tl.exp(tl.load(stats + at * (2 * G) + g, mask=inside, other=float("-inf")) - highest)
+        mass += tl.sum(shrink * tl.load(stats + at * (2 * G) + G + g, mask=inside, other=0.0), 0)
+        part = tl.load(parts + (at[:, None] * G + g) * V + e, mask=inside[:, None] & (e < V), other=0.0)
+        summed += tl.sum(shrink[:, None] * part, 0)
+    return tl.where(mass > 0, summed / tl.where(mass > 0, mass, 1.0), 0.0)
+
+
+@triton.jit
 def _attend(
-    q, keys, values, position, out, top, total, lengths, bases, count,
+    q, keys, values, position, parts, stats, lengths, bases, count,
     H, M, N, split,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
@@ -112,38 +152,24 @@ def _attend(
         inside = (m < size) & (m < part * split + split)
         held = inside if COUNT else tl.load(position + head * M + m, mask=inside, other=-1) >= 0
         key = tl.load(keys + (base + m[:, None]) * D + d, mask=held[:, None] & (d < D), other=0.0)
-        logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        logit = tl.where(held, logit, float("-inf"))
-        higher = tl.maximum(high, tl.max(logit, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp(logit - safe[:, None])
-        shrink = tl.exp(high - safe)
         value = tl.load(values + (base + m[:, None]) * V + e, mask=held[:, None] & (e < V), other=0.0)
-        mass = mass * shrink + tl.sum(weight, 1)
-        summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-        high = higher
-    at = (head * splits + part) * G + g
-    tl.store(top + at, high, mask=g < G)
-    tl.store(total + at, mass, mask=g < G)
-    tl.store(out + at[:, None] * V + e, summed, mask=(g[:, None] < G) & (e < V))
+        high, mass, summed = _absorb(high, mass, summed, query, key, value, held, scale, PRECISION)
+    at = head * splits + part
+    tl.store(stats + at * (2 * G) + g, high, mask=g < G)
+    tl.store(stats + at * (2 * G) + G + g, mass, mask=g < G)
+    tl.store(parts + (at * G + g[:, None]) * V + e, summed, mask=(g[:, None] < G) & (e < V))
 
 
 @triton.jit
 def _merge(
-    parts, top, total, out,
-    splits, G: tl.constexpr, V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+    parts, stats, out, splits, G: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
-    s, e = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
-    at = (head * splits + s) * G + g
-    high = tl.load(top + at, mask=s < splits, other=float("-inf"))
-    highest = tl.max(high, 0)
-    weight = tl.exp(high - tl.where(highest == float("-inf"), 0.0, highest))
-    mass = tl.sum(weight * tl.load(total + at, mask=s < splits, other=0.0), 0)
-    part = tl.load(parts + at[:, None] * V + e, mask=(s[:, None] < splits) & (e < V), other=0.0)
-    summed = tl.sum(weight[:, None] * part, 0)
-    result = tl.where(mass > 0, summed / tl.where(mass > 0, mass, 1.0), 0.0)
+    e = tl.arange(0, BLOCK_V)
+    highest = _highest(stats, head * splits, splits, g, tl.full([], float("-inf"), tl.float32), G, BLOCK_T)
+    mass, summed = tl.zeros([], tl.float32), tl.zeros([BLOCK_V], tl.float32)
+    result = _merged(stats, parts, head * splits, splits, g, highest, mass, summed, e, G, V, BLOCK_T)
     tl.store(out + (head * G + g) * V + e, result.to(out.dtype.element_ty), mask=e < V)
 
 
@@ -213,10 +239,10 @@ def attend_held(
     split = triton.cdiv(blocks, splits) * BLOCK
     splits = triton.cdiv(M, split)
     parts = torch.empty(B * H, splits, G, V, dtype=torch.float32, device=keys.device)
-    top, total = (torch.empty(B * H, splits, G, dtype=torch.float32, device=keys.device) for _ in range(2))
+    stats = torch.empty(B * H, splits, 2 * G, dtype=torch.float32, device=keys.device)
     out = torch.empty(B, R, 1, V, dtype=q_BR1D.dtype, device=keys.device)
     _attend[(B * H, splits)](
-        q_BR1D.contiguous(), keys, values, position, parts, top, total, lengths, bases,
+        q_BR1D.contiguous(), keys, values, position, parts, stats, lengths, bases,
         position if count_B is None else count_B,
         H, M, N, split,
         scale=scale, G=G, D=D, V=V, LAYOUT=layout is not None, COUNT=count_B is not None,
@@ -225,7 +251,7 @@ def attend_held(
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     _merge[(B * H, G)](
-        parts, top, total, out,
-        splits, G=G, V=V, BLOCK_S=max(2, triton.next_power_of_2(splits)), BLOCK_V=triton.next_power_of_2(V),
+        parts, stats, out, splits, G=G, V=V,
+        BLOCK_T=min(32, triton.next_power_of_2(splits)), BLOCK_V=max(16, triton.next_power_of_2(V)),
     )  # fmt: skip
     return out

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvpop.ops import interpreted
+from kvpop.ops import HAS_TRITON, interpreted
 
 # Shapes: E input features, N rows of the weights, O output features (N, or N / 2 where gated).
 
@@ -16,7 +15,6 @@ Impl = Literal["reference", "triton"]
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_ROWS = 1
 """Rows up to which the kernel is taken."""
-HAS_TRITON = find_spec("triton") is not None
 
 Norm = tuple[Tensor, float]
 """The weights [E] of an RMSNorm, and its epsilon."""
@@ -64,7 +62,9 @@ def linear(
 
     (N, E), scale = weight_NE.shape, None if norm is None else norm[0]
     outputs = (*x_E.shape[:-1], N // 2 if gated else N)
-    fit = {"x": (x_E.shape[-1:], (E,)), "weight": ((N % 2 and gated,), (0,))}
+    if gated and N % 2:
+        raise ValueError(f"shapes do not fit: weight {(N, E)} has no two halves of rows")
+    fit = {"x": (x_E.shape[-1:], (E,))}
     fit |= {"bias": (bias_N.shape, (N,))} if bias_N is not None else {}
     fit |= {"norm": (scale.shape, (E,))} if scale is not None else {}
     fit |= {"residual": (residual_O.shape, outputs)} if residual_O is not None else {}

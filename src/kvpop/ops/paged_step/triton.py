@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpop.ops.cache_step.fused.triton import UNITS, _absorb, _highest, _merged, _mlp
+from kvpop.ops.cache_step.fused.triton import UNITS, _mlp
+from kvpop.ops.cache_step.triton import _absorb, _highest, _merged
 from kvpop.ops.paged_step.api import MLPGate, Pages, Ring
 
 # Shapes: B rows, H KV heads, G query heads per KV head, W window, N pages a head has room for, L tokens a page, D key dim,

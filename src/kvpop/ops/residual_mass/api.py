@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvpop.ops import interpreted
+from kvpop.ops import HAS_TRITON, interpreted
 
 # Shapes: N rows, R = H * G query heads, H KV heads, L longest row, D head dim, C blocks of queries.
 
@@ -22,7 +21,7 @@ LARGEST_HEAD_DIM = 256
 def kernel_or_reference(like: Tensor) -> Impl:
     """The implementation for queries and keys like these: Triton on a GPU where it takes them, the reference elsewhere."""
     fits = like.dtype in KERNEL_DTYPES and like.shape[-1] <= LARGEST_HEAD_DIM
-    return "triton" if like.device.type == "cuda" and fits and find_spec("triton") is not None else "reference"
+    return "triton" if like.device.type == "cuda" and fits and HAS_TRITON else "reference"
 
 
 def block_mass(

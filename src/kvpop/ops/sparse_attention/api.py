@@ -7,19 +7,17 @@ Keys may also carry a bias: a gate that is neither open nor closed, for training
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvpop.ops import interpreted
+from kvpop.ops import HAS_TRITON, interpreted
 
 # Shapes: B batch, R = H * G query heads, H KV heads, G query heads per KV head, Q queries, T keys, D head dim, V value dim.
 
 Impl = Literal["reference", "flex", "triton"]
 
-HAS_TRITON = find_spec("triton") is not None
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD_DIM = 256
 """What a tile of the kernel for chunks has room for."""

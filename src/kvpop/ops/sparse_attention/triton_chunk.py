@@ -6,6 +6,8 @@ first and the last that any of its queries may see. Keys sorted by position make
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpop.ops.sparse_attention.api import NEVER
+from kvpop.ops.sparse_attention.triton_kernels import _absorb, _settled
 
 # Shapes: B batch, R = H * G query heads, H KV heads, G query heads per KV head, Q queries, T keys, D key dim, V value dim,
 # N blocks of keys.
@@ -20,7 +23,6 @@ from kvpop.ops.sparse_attention.api import NEVER
 ROWS, KEYS, WARPS, STAGES = 128, 64, 8, 3
 WIDE = (32, 32, 4, 1)
 """The same for float32, which is multiplied exactly and so without tensor cores, and for heads above 128 channels."""
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -29,6 +31,7 @@ def _attend(
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """``scale`` includes log2(e)."""
     head = tl.program_id(1).to(tl.int64)  # of a batch row
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     query, there = row // G, row < Q * G
@@ -53,20 +56,11 @@ def _attend(
         born = tl.load(k_pos + head * T + t, mask=t < T, other=2147483647)
         dies = tl.load(expiry + head * T + t, mask=t < T, other=-2147483648)
         keep = (born[None, :] <= now[:, None]) & (now[:, None] < dies[None, :])
-        logit = tl.where(keep, tl.dot(tile, tl.trans(key), input_precision=PRECISION) * (scale * LOG2E), float("-inf"))
-        higher = tl.maximum(high, tl.max(logit, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(logit - safe[:, None])
-        shrink = tl.exp2(high - safe)
-        mass = mass * shrink + tl.sum(weight, 1)
-        summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-        high = higher
-    some = mass > 0
-    whole = tl.where(some, mass, 1.0)
-    tl.store(
-        out + at[:, None] * V + e, (summed / whole[:, None]).to(out.dtype.element_ty), mask=there[:, None] & (e < V)
-    )
-    tl.store(lse + at, tl.where(some, (high + tl.log2(whole)) / LOG2E, float("-inf")), mask=there)
+        raw = tl.where(keep, tl.dot(tile, tl.trans(key), input_precision=PRECISION), float("-inf"))
+        high, mass, summed = _absorb(raw, value, high, mass, summed, scale, PRECISION, True)
+    result, normaliser = _settled(high, mass, summed)
+    tl.store(out + at[:, None] * V + e, result.to(out.dtype.element_ty), mask=there[:, None] & (e < V))
+    tl.store(lse + at, normaliser, mask=there)
 
 
 def attend_chunk(
@@ -92,7 +86,7 @@ def attend_chunk(
     last = pad(expiry, (0, spare), value=-2147483648).view(B, H, N, keys).amax(-1)
     _attend[(triton.cdiv(Q * (R // H), rows), B * H)](
         q_BRQD.contiguous(), k_BHTD.contiguous(), v_BHTV.contiguous(), expiry, q_pos_BQ.int().contiguous(), k_pos,
-        first, last, out, lse, H, Q, T, N, scale,
+        first, last, out, lse, H, Q, T, N, scale * math.log2(math.e),
         G=R // H, D=D, V=V, ROWS=rows, KEYS=keys, BLOCK_N=triton.next_power_of_2(N),
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)), STAGES=stages,
         PRECISION="ieee" if q_BRQD.element_size() == 4 else "tf32", num_warps=warps,

@@ -103,6 +103,15 @@ def _absorb(raw, value, high, mass, summed, scale, PRECISION: tl.constexpr, MASK
 
 
 @triton.jit
+def _settled(high, mass, summed):
+    """Output and LSE (nats) that the running sums came to: 0 and -inf for a query without a key."""
+    seen = mass > 0
+    mass = tl.where(seen, mass, 1.0)
+    result = tl.where(seen[:, None], summed / mass[:, None], 0.0)
+    return result, tl.where(seen, (high + tl.log2(mass)) * 0.6931471805599453, float("-inf"))
+
+
+@triton.jit
 def forward(
     q, k, v, expiry, keys, counts, out, lse,
     S, capacity, scale,
@@ -141,9 +150,7 @@ def forward(
         t = _masked_keys(listed, start + BLOCK_K + n, total, fits)
         raw = tl.where(keep, raw, float("-inf"))
         high, mass, summed = _absorb(raw, value, high, mass, summed, scale, PRECISION, True)
-    seen = mass > 0
-    result = tl.where(seen[:, None], summed / tl.where(seen, mass, 1.0)[:, None], 0.0)
-    normaliser = tl.where(seen, (high + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
+    result, normaliser = _settled(high, mass, summed)
     _store_rows(out, row, result, position < S, V, BLOCK_V)
     tl.store(lse + row, normaliser, mask=position < S)
 

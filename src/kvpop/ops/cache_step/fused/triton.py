@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvpop.ops.cache_step.api import Layout
 from kvpop.ops.cache_step.fused import Weights
+from kvpop.ops.cache_step.triton import _absorb, _highest, _merged
 from kvpop.ops.few_rows.triton import overlaps
 from kvpop.ops.mlstm.api import SMALLEST_NORMALISER
 
@@ -228,46 +229,6 @@ def _worst(
     lowest = tl.min(best_rank, 0)
     oldest = tl.min(tl.where(best_rank == lowest, best_position, NONE), 0)
     return lowest, oldest, tl.max(tl.where((best_rank == lowest) & (best_position == oldest), best_slot, -1), 0)
-
-
-@triton.jit
-def _absorb(high, mass, summed, query, key, value, held, scale: tl.constexpr, PRECISION: tl.constexpr):
-    """The running maximum, sum and output with these keys and values, of those that are held."""
-    logit = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-    logit = tl.where(held, logit, float("-inf"))
-    higher = tl.maximum(high, tl.max(logit, 1))
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp(logit - safe[:, None])
-    shrink = tl.exp(high - safe)
-    mass = mass * shrink + tl.sum(weight, 1)
-    summed = summed * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-    return higher, mass, summed
-
-
-@triton.jit
-def _highest(stats, first, count, g, highest, G: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The largest logit of a query head in splits first .. first + count, or ``highest``; 0 for -inf."""
-    s = tl.arange(0, BLOCK_T)
-    for start in range(0, count, BLOCK_T):
-        at = (first + start + s) * (2 * G) + g
-        highest = tl.maximum(highest, tl.max(tl.load(stats + at, mask=start + s < count, other=float("-inf")), 0))
-    return tl.where(highest == float("-inf"), 0.0, highest)
-
-
-@triton.jit
-def _merged(
-    stats, parts, first, count, g, highest, mass, summed, e, G: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr
-):
-    """The output of a query head: what these splits came to beside what is there, relative to exp(highest)."""
-    s = tl.arange(0, BLOCK_T)
-    for start in range(0, count, BLOCK_T):
-        inside = start + s < count
-        at = first + start + s
-        shrink = tl.exp(tl.load(stats + at * (2 * G) + g, mask=inside, other=float("-inf")) - highest)
-        mass += tl.sum(shrink * tl.load(stats + at * (2 * G) + G + g, mask=inside, other=0.0), 0)
-        part = tl.load(parts + (at[:, None] * G + g) * V + e, mask=inside[:, None] & (e < V), other=0.0)
-        summed += tl.sum(shrink[:, None] * part, 0)
-    return tl.where(mass > 0, summed / tl.where(mass > 0, mass, 1.0), 0.0)
 
 
 @triton.jit
