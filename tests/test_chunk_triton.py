@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -110,22 +112,29 @@ def test_where_it_will_do() -> None:
     assert chunk_impl(wide, wide, wide) == "reference"
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
     "policy",
     [KVpop(Budget(2, 5, 9), "mlp+mlstm"), Streaming(Budget(2, 5, 9)), Tova(16), DMS(window=6, ratio=2.0)],
     ids=lambda p: p.name,
 )
-def test_a_prompt_in_chunks_holds_the_same_tokens(policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_chunks_holds_the_same_tokens(policy, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the stores: what they keep after a prompt in chunks is what the reference keeps, and logits agree."""
     model = tiny_model("qwen3", dtype=torch.float32).to(DEVICE)
     attach(model, policy)
     ids, found = text(2, 45).to(DEVICE), []
+    real = torch.ones(2, 45, dtype=torch.long, device=DEVICE)
+    if padded:
+        real[0, :7], real[1, 20:23], real[1, 40:] = 0, 0, 0  # in front, a chunk, behind
     for how in ("reference", "triton"):
         for store in ("ranked", "paged", "attended"):
             monkeypatch.setattr(f"kvpop.slots.{store}.chunk_impl", lambda *_, how=how: how)
         cache = BoundedCache(model)
+        logits, stops = [], (0, 20, 23, 45)
         with torch.no_grad():
-            logits = [feed(model, cache, part) for part in ids.split((20, 3, 22), 1)]
-        found.append((cache.held_positions(), torch.cat(logits, 1)))
+            for start, stop in pairwise(stops):
+                mask = real[:, :stop] if padded else None
+                logits.append(feed(model, cache, ids[:, start:stop], attention_mask=mask))
+        found.append((cache.held_positions(), torch.cat(logits, 1)[real.bool()]))
     assert found[0][0] == found[1][0]
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-4)
