@@ -105,7 +105,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_kernel_is_chosen_on_a_gpu_for_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpop.ops.residual_mass.api.find_spec", lambda name: object())
+    monkeypatch.setattr("kvpop.ops.residual_mass.api.HAS_TRITON", True)
 
     def choice(device: str, dtype: torch.dtype, D: int = 64) -> str:
         return kernel_or_reference(SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, 4, D)))  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def test_the_kernel_is_chosen_on_a_gpu_for_what_it_takes(monkeypatch: pytest.Mon
     assert all(choice("cuda", dtype) == "triton" for dtype in (torch.float32, torch.float16, torch.bfloat16))
     for device, dtype, D in (("cuda", torch.float64, 64), ("cpu", torch.float32, 64), ("cuda", torch.bfloat16, 512)):
         assert choice(device, dtype, D) == "reference"
-    monkeypatch.setattr("kvpop.ops.residual_mass.api.find_spec", lambda name: None)
+    monkeypatch.setattr("kvpop.ops.residual_mass.api.HAS_TRITON", False)
     assert choice("cuda", torch.bfloat16) == "reference"
 
 

@@ -23,16 +23,12 @@ def take(x_BHTX: Tensor, index_BHn: Tensor) -> Tensor:
 
 
 def write(x_BHTX: Tensor, index_BH1: Tensor, new_BH1X: Tensor, where_B: Tensor | None) -> None:
-    """Write one token a head along dim 2, in place, in the rows where ``where_B`` holds (None: all).
-
-    By index: on a CPU scatter copies all of a tensor in half precision.
-    """
+    """Write one token a head along dim 2, in place, in the rows where ``where_B`` holds (None: all)."""
     if where_B is not None:
         where = where_B.view(-1, *(1,) * (x_BHTX.ndim - 1))
         new_BH1X = torch.where(where, new_BH1X, take(x_BHTX, index_BH1))
-    B, H, _ = index_BH1.shape
-    b, h = (torch.arange(n, device=x_BHTX.device) for n in (B, H))
-    x_BHTX[b[:, None, None], h[:, None], index_BH1] = new_BH1X
+    index = index_BH1 if x_BHTX.ndim == 3 else index_BH1[..., None].expand_as(new_BH1X)
+    x_BHTX.scatter_(2, index, new_BH1X)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,12 +176,16 @@ def append(
     now_B: Tensor,
     valid_B: Tensor | None,
 ) -> None:
-    """See ``api.append``."""
+    """See ``api.append``. Not by ``write``: on a CPU scatter copies all of a tensor in half precision."""
     B, H, M = position.shape
     fits_B = now_B < M if valid_B is None else valid_B & (now_B < M)
-    now_BH1 = now_B[:, None, None].expand(B, H, 1)
-    for x, new_BH1X in ((keys, k_BH1D), (values, v_BH1V), (position, now_BH1.int())):
-        write(x, now_BH1.clamp(max=M - 1), new_BH1X, fits_B)
+    at = (torch.arange(B, device=now_B.device), slice(None), now_B.clamp(max=M - 1))
+    for x, new_BHX in (
+        (keys, k_BH1D[:, :, 0]),
+        (values, v_BH1V[:, :, 0]),
+        (position, now_B[:, None].expand(B, H).int()),
+    ):
+        x[at] = torch.where(fits_B.view(-1, *(1,) * (new_BHX.ndim - 1)), new_BHX, x[at])
 
 
 def attend_held(
