@@ -46,7 +46,7 @@ def parts(S: int, budget: Budget, R: int, H: int, D: int) -> dict[str, tuple[Cal
     end, length = torch.full((1, S), S, device="cuda"), torch.tensor([S], device="cuda")
     priority = torch.randn(1, H, S, device="cuda")
     everyone = torch.randn(1, H * LAYERS, S, device="cuda")
-    expiry_1HS = expiry(priority, budget, "compiled")
+    expiry_1HS = expiry(priority, budget, "triton")
     birth, stop = blocks.lifetimes(expiry_1HS)
     x = torch.randn(1, H, S, 2 * D, device="cuda", dtype=torch.bfloat16)
     scorers = {kind: build_scorer(kind, H, D).cuda() for kind in ("mlp", "mlstm")}
@@ -66,9 +66,9 @@ def parts(S: int, budget: Budget, R: int, H: int, D: int) -> dict[str, tuple[Cal
     given = dict(scale=D**-0.5, window=budget.window)
     mass = dict(scale=D**-0.5, block=64, power=1.0, aggregate="max")
     return {
-        "cutoff and expiry, the heads of one layer": (lambda: expiry(priority, budget, "compiled"), 2 * small, 0),
+        "cutoff and expiry, the heads of one layer": (lambda: expiry(priority, budget, "triton"), 2 * small, 0),
         f"cutoff and expiry, those of {LAYERS} layers": (
-            lambda: expiry(everyone, budget, "compiled"), 2 * small * LAYERS, 0,
+            lambda: expiry(everyone, budget, "triton"), 2 * small * LAYERS, 0,
         ),
         "block mask for flex, forward and backward": (
             lambda: flex.lifetime_mask(birth, stop, R // H), small + R * (S / 128) ** 2 * 16, 0,

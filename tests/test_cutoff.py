@@ -74,15 +74,6 @@ def test_several_cutoffs_agree_with_the_heap_at_any_length(A: int) -> None:
         assert torch.equal(cutoff, running_cutoff(rank, k, "heap"))
 
 
-@pytest.mark.slow
-def test_compiled_cutoffs_are_the_same() -> None:
-    rank = ranks(torch.randn(2, 3, 65, generator=torch.Generator().manual_seed(0)))
-    for compiled, plain in zip(
-        running_cutoffs(rank, [8, 0, 20, 65], "compiled"), running_cutoffs(rank, [8, 0, 20, 65])
-    ):
-        assert torch.equal(compiled, plain)
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_arrivals_one_arrival_and_leading_dimensions(impl: str) -> None:
     for k in range(3):
@@ -205,15 +196,6 @@ def test_one_number_for_all_heads_takes_the_path_of_one_number(monkeypatch: pyte
     running_cutoffs(rank, [(4, 0, 5), (0, 4, 5), 4])
     running_cutoffs(rank, [(4, 0, 5)])
     assert seen == [(2, 1, 1), (3, 6, 1), (1, 6, 1)]
-
-
-@pytest.mark.slow
-def test_one_graph_serves_all_numbers_by_head() -> None:
-    rank = ranks(torch.randn(2, 3, 65, generator=torch.Generator().manual_seed(0)))
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for ks in ((8, 0, 65), (1, 20, 30), (70, 2, 3)):
-            assert torch.equal(running_cutoff(rank, ks, "compiled"), running_cutoff(rank, ks))
 
 
 @settings(max_examples=100)

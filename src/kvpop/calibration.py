@@ -171,7 +171,7 @@ class Probe(LayerPolicy):
         priority_1HS = self.ranking.order(q, k, v, scale, seq)
         H, S = k.shape[1:3]
         budgets = Budget(sinks, window, 0).with_heads([long for long in ranks for _ in range(H)])  # all of them at once
-        expiry_1XS = sequence_expiry(priority_1HS.repeat(1, len(ranks), 1), budgets, seq.documents)
+        expiry_1XS = sequence_expiry(priority_1HS.repeat(1, len(ranks), 1), budgets, seq.documents, impl=seq.impl)
         expiry_HSP = expiry_1XS.view(-1, H, S).permute(1, 2, 0).contiguous()
         wide = torch.promote_types(q.dtype, torch.float32)  # what is lost is small beside what is there
         q_HGSD, slope_HGSD = (x[0].to(wide).unflatten(0, (H, -1)) for x in (q, out.grad))

@@ -108,7 +108,7 @@ class Supervised:
     tables: tuple[TeacherTable, ...]
     edges_3H: Tensor
     budgets: tuple[Budget, ...]
-    cutoff: Literal["parallel", "compiled"] = "parallel"
+    cutoff: Literal["parallel", "triton"] = "parallel"
     residual: tuple[Comparisons, ...] = ()
     """What a teacher that looks again would decide, in place of ``tables``."""
 
@@ -138,7 +138,7 @@ def supervise(
     )  # fmt: skip
     has_future = log_mass_BHS > -torch.inf
     under = (log_mass_BHS.exp() < target.epsilon) & has_future
-    how = cutoff_impl(impl, docs)  # type: ignore[arg-type]
+    how = cutoff_impl(impl, q)  # type: ignore[arg-type]
     target_NHL = docs.to_rows(floored(log_mass_BHS, target.epsilon))
     tables: tuple[TeacherTable, ...] = ()
     residual: tuple[Comparisons, ...] = ()

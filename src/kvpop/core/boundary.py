@@ -118,7 +118,7 @@ class TeacherTable:
 
 @torch.no_grad()
 def teacher_tables(
-    target_priority_NHL: Tensor, budgets: Sequence[Budget], impl: Literal["parallel", "compiled"] = "parallel",
+    target_priority_NHL: Tensor, budgets: Sequence[Budget], impl: Literal["parallel", "triton"] = "parallel",
     target_NHL: Tensor | None = None,
 ) -> list[TeacherTable]:  # fmt: skip
     """Rank tokens by the target's static priorities and follow the running cutoff, once for all arrivals (Eq. 6).

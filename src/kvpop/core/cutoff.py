@@ -7,34 +7,54 @@ the arrival that drops it. ``expiry`` puts that integer in terms of query positi
 
 from __future__ import annotations
 
-import functools
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from types import ModuleType
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvpop.budget import Budget
+from kvpop.ops import HAS_TRITON, interpreted
 
 # Shapes: X any leading dimensions (rows, heads), A arrivals, S sequence.
 
-Impl = Literal["parallel", "compiled", "heap", "brute"]
+Impl = Literal["parallel", "triton", "heap", "brute"]
 
 NEVER = torch.iinfo(torch.int32).max
 
-GRAPHS = 64
-"""How many shapes a process may compile the cutoff for; the next ones run uncompiled."""
+
+def kernel_or_parallel(like: Tensor) -> Literal["triton", "parallel"]:
+    """The implementation for ranks or priorities like these: Triton on a GPU, the wavelet matrix elsewhere."""
+    return "triton" if like.device.type == "cuda" and HAS_TRITON else "parallel"
 
 
-def ranks(priority_XA: Tensor, pinned_XA: Tensor | None = None) -> Tensor:
-    """0 (worst) to A - 1 (best) by (pinned, priority, arrival): of equals the newer is better. NaN counts as -inf."""
+def _kernels(like: Tensor) -> ModuleType:
+    """Raises ValueError where they do not run."""
+    if not HAS_TRITON:
+        raise ValueError("impl='triton' needs Triton, which is not installed: use impl='parallel'")
+    if like.device.type != "cuda" and not interpreted():
+        raise ValueError(f"impl='triton' needs a GPU, got a tensor on {like.device.type}: use impl='parallel'")
+    from kvpop.ops.cutoff import triton
+
+    return triton
+
+
+def _order(priority_XA: Tensor, pinned_XA: Tensor | None) -> Tensor:
+    """Arrivals from the worst to the best."""
     priority_XA = (
         torch.nan_to_num(priority_XA, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
     )  # -0.0 to 0.0
     order_XA = priority_XA.argsort(dim=-1, stable=True)
     if pinned_XA is not None:
         order_XA = order_XA.gather(-1, pinned_XA.gather(-1, order_XA).int().argsort(dim=-1, stable=True))
+    return order_XA
+
+
+def ranks(priority_XA: Tensor, pinned_XA: Tensor | None = None) -> Tensor:
+    """0 (worst) to A - 1 (best) by (pinned, priority, arrival): of equals the newer is better. NaN counts as -inf."""
+    order_XA = _order(priority_XA, pinned_XA)
     index_XA = torch.arange(priority_XA.shape[-1], device=priority_XA.device).expand_as(order_XA)
     return torch.empty_like(order_XA).scatter_(-1, order_XA, index_XA)
 
@@ -48,13 +68,13 @@ def running_cutoff(rank_XA: Tensor, k: PerHead, impl: Impl = "parallel") -> Tens
 
     With k = 0 nothing is ever kept: the cutoff is A, above every rank. ``rank_XA`` is a permutation along its last
     dimension; ``k`` is one number, or one for each KV head, the second last dimension. ``impl``: "parallel" is a wavelet
-    matrix, ceil(log2 A) rounds of cumsum and gather for all rows at once; "compiled" is the same through torch.compile, once
-    for every shape, for GPUs; "heap" is one heap per row on the CPU, O(A log k) (0.3 us a token); "brute" sorts every prefix,
-    for tests. Raises ValueError for a negative k, and for several that are not one a head.
+    matrix, ceil(log2 A) rounds of cumsum and gather for all rows at once; "triton" is two kernels for GPUs; "heap" is one heap
+    per row on the CPU, O(A log k) (0.3 us a token); "brute" sorts every prefix, for tests. Raises ValueError for a negative k,
+    for several that are not one a head, and for "triton" without Triton or off a GPU (Triton's interpreter aside).
     """
     if impl not in get_args(Impl):
         raise ValueError(f"unknown impl {impl!r}: choose one of {', '.join(get_args(Impl))}")
-    if impl in ("parallel", "compiled"):
+    if impl in ("parallel", "triton"):
         return running_cutoffs(rank_XA, [k], impl)[0]
     k = _checked(k, rank_XA)
     if isinstance(k, tuple):
@@ -73,19 +93,23 @@ def running_cutoff(rank_XA: Tensor, k: PerHead, impl: Impl = "parallel") -> Tens
 
 
 def running_cutoffs(rank_XA: Tensor, ks: Sequence[PerHead], impl: Impl = "parallel") -> list[Tensor]:
-    """``running_cutoff`` for several k at once: the work on the ranks is shared. ``impl``: "parallel" or "compiled"."""
+    """``running_cutoff`` for several k at once: the work on the ranks is shared. ``impl``: "parallel" or "triton"."""
     A = rank_XA.shape[-1]
     asked = [_checked(k, rank_XA) for k in ks]
+    if impl == "triton":
+        kernels = _kernels(rank_XA)
+        if not rank_XA.numel():
+            return [rank_XA.clone() for _ in asked]
+        unlike = list(dict.fromkeys(asked))
+        cutoffs = kernels.running_cutoffs(rank_XA.reshape(-1, A), [_on_device(k, rank_XA) for k in unlike])
+        by_k = dict(zip(unlike, cutoffs))
+        return [by_k[k].view(rank_XA.shape) for k in asked]
     proper = list(dict.fromkeys(k for k in asked if (A > 0 if isinstance(k, tuple) else 0 < k < A)))
     found: dict[int | tuple[int, ...], Tensor] = {}
     if proper:
         rank_NA = rank_XA.reshape(-1, A)
         k_KN1 = _of_rows(proper, rank_XA)
-        if impl == "compiled":
-            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
-                value_KNA = _compiled_wavelet()(rank_NA, k_KN1)
-        else:
-            value_KNA = _wavelet(rank_NA, k_KN1)
+        value_KNA = _wavelet(rank_NA, k_KN1)
         found = dict(zip(proper, value_KNA.view(len(proper), *rank_XA.shape)))
     for k, cutoff_XA in found.items():
         if isinstance(k, int):
@@ -108,6 +132,10 @@ def _checked(k: PerHead, rank_XA: Tensor) -> int | tuple[int, ...]:
             f"{len(k)} numbers of slots do not fit ranks of shape {tuple(rank_XA.shape)}: one a head is needed"
         )
     return k[0] if k and len(set(k)) == 1 else tuple(k)
+
+
+def _on_device(k: int | tuple[int, ...], like: Tensor) -> int | Tensor:
+    return k if isinstance(k, int) else torch.tensor(k, dtype=torch.int32, device=like.device)
 
 
 def _of_rows(ks: Sequence[int | tuple[int, ...]], rank_XA: Tensor) -> Tensor:
@@ -161,11 +189,6 @@ def _wavelet(rank_NA: Tensor, k_KN1: Tensor) -> Tensor:
     return value
 
 
-@functools.cache
-def _compiled_wavelet() -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.compile(_wavelet, dynamic=False)
-
-
 def _heap(rank_XA: Tensor, k: int) -> Tensor:
     rows = []
     for row in rank_XA.reshape(-1, rank_XA.shape[-1]).tolist():
@@ -186,6 +209,35 @@ def departures(rank_XA: Tensor, cutoff_XA: Tensor) -> Tensor:
     return first.maximum(torch.arange(A, device=rank_XA.device))
 
 
+def dropped(priority_XA: Tensor, k: PerHead, impl: Impl = "parallel", pinned_XA: Tensor | None = None) -> Tensor:
+    """``departures`` of the ``ranks`` of priorities under ``running_cutoff``."""
+    if impl == "triton":
+        return _by_kernel(priority_XA, k, pinned_XA, never=priority_XA.shape[-1], dtype=torch.int64)
+    rank_XA = ranks(priority_XA, pinned_XA)
+    return departures(rank_XA, running_cutoff(rank_XA, k, impl))
+
+
+def _by_kernel(
+    priority_XS: Tensor, k: PerHead, pinned_XS: Tensor | None, sinks: int = 0, window: int = 0, *, never: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """When each token leaves: ``window`` after the arrival that drops it; ``never`` for sinks, and at or past S."""
+    kernels, k = _kernels(priority_XS), _checked(k, priority_XS)
+    S = priority_XS.shape[-1]
+    A = max(S - sinks, 0)
+    if not (priority_XS.numel() and A):
+        return torch.full(priority_XS.shape, never, dtype=dtype, device=priority_XS.device)
+    priority_NS = priority_XS.reshape(-1, S).contiguous()
+    pinned_NS = None if pinned_XS is None else pinned_XS.expand_as(priority_XS).reshape(-1, S).contiguous()
+    if kernels.sorts(priority_NS):
+        item_NA = kernels.best_first(priority_NS, pinned_NS, sinks)
+    else:
+        pinned_NA = None if pinned_NS is None else pinned_NS[:, sinks:]
+        item_NA = A - 1 - _order(priority_NS[:, sinks:], pinned_NA).flip(-1)
+    leaves_NS = kernels.departures(item_NA, _on_device(k, priority_XS), A, sinks, window, never, dtype)
+    return leaves_NS.view(priority_XS.shape)
+
+
 def expiry(priority_XS: Tensor, budget: Budget, impl: Impl = "parallel", pinned_XS: Tensor | None = None) -> Tensor:
     """The first query position at which each token of a sequence is no longer held; int32, NEVER if it always is.
 
@@ -201,12 +253,15 @@ def expiry(priority_XS: Tensor, budget: Budget, impl: Impl = "parallel", pinned_
     if pinned_XS is not None:
         most = int(pinned_XS[..., budget.sinks :].sum(-1).max()) if pinned_XS.numel() else 0
         check_pins(most, budget)
+    if impl == "triton":
+        k = budget.heads or budget.long
+        return _by_kernel(priority_XS, k, pinned_XS, budget.sinks, budget.window, never=NEVER, dtype=torch.int32)
     S = priority_XS.shape[-1]
     expiry_XS = torch.full(priority_XS.shape, NEVER, dtype=torch.int32, device=priority_XS.device)
     ranked_XA = priority_XS[..., budget.sinks :]
     if ranked_XA.numel():
-        rank_XA = ranks(ranked_XA, None if pinned_XS is None else pinned_XS[..., budget.sinks :])
-        leaves_XA = departures(rank_XA, running_cutoff(rank_XA, budget.heads or budget.long, impl))
+        pinned_XA = None if pinned_XS is None else pinned_XS[..., budget.sinks :]
+        leaves_XA = dropped(ranked_XA, budget.heads or budget.long, impl, pinned_XA)
         query_XA = leaves_XA + (budget.sinks + budget.window)
         # The last w tokens have not been ranked within S: whatever happens to them happens at S or later.
         expiry_XS[..., budget.sinks :] = torch.where(query_XA < S, query_XA, NEVER).int()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvpop.budget import Budget
-from kvpop.core.cutoff import check_pins, expiry
+from kvpop.core.cutoff import check_pins, expiry, kernel_or_parallel
 from kvpop.core.priority import static_priority
 from kvpop.documents import Documents
 from kvpop.ops.sparse_attention.api import Impl, sparse_attention
@@ -258,9 +258,9 @@ def pinned_rows(pinned_BS: Tensor, documents: Documents) -> Tensor:
     return rows_N1L & documents.valid_rows(rows_N1L.shape[-1])[:, None]
 
 
-def cutoff_impl(impl: Impl, documents: Documents) -> Literal["parallel", "compiled"]:
-    """How to follow the cutoff: compiled on a GPU, but not for packed documents, whose shapes change from batch to batch."""
-    return "compiled" if impl != "reference" and documents.is_trivial else "parallel"
+def cutoff_impl(impl: Impl, like: Tensor) -> Literal["parallel", "triton"]:
+    """How to follow the cutoff of tensors like this, beside attention by ``impl``: by kernels on a GPU, not as a reference."""
+    return "parallel" if impl == "reference" else kernel_or_parallel(like)
 
 
 def dense_impl(impl: Impl) -> Impl:
@@ -285,7 +285,7 @@ def sequence_expiry(
 ) -> Tensor:
     """Expiry [B, H, S] in positions of the packed sequence, cut at document ends; 0 on padding."""
     pinned_NHL = None if pinned_BS is None else pinned_rows(pinned_BS, documents).expand_as(priority_NHL)
-    local_NHL = expiry(priority_NHL, budget, cutoff_impl(impl, documents), pinned_NHL).long()
+    local_NHL = expiry(priority_NHL, budget, cutoff_impl(impl, priority_NHL), pinned_NHL).long()
     expiry_BHS = documents.from_rows(local_NHL, fill=0) + documents.start_BS[:, None]
     return expiry_BHS.minimum(documents.end_BS[:, None]).int()
 

@@ -37,7 +37,9 @@ class OracleLayer(LayerPolicy):
     @torch.no_grad()
     def attend_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:
         priority = self.order(q, k, v, scale, seq)
-        return self.attend_expiry(q, k, v, sequence_expiry(priority, self.budget, seq.documents), scale, seq)
+        return self.attend_expiry(
+            q, k, v, sequence_expiry(priority, self.budget, seq.documents, impl=seq.impl), scale, seq
+        )
 
     @torch.no_grad()
     def order(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seq: SequencePass) -> Tensor:

@@ -74,12 +74,14 @@ class StreamingLayer(RankedLayer):
         docs = seq.documents
         priority_NHL = self.priority(self.score(k, v, docs).detach())
         if seq.observe is not None:
-            self.attend_expiry(q, k, v, sequence_expiry(priority_NHL, self.budget, docs, seq.pinned_BS), scale, seq)
+            self.attend_expiry(
+                q, k, v, sequence_expiry(priority_NHL, self.budget, docs, seq.pinned_BS, seq.impl), scale, seq
+            )
         q_rows, k_rows, v_rows = docs.to_rows(q), docs.to_rows(k), docs.to_rows(v)
         N, H, L, _ = k_rows.shape
         index = torch.arange(L, device=k.device)
         pinned = None if seq.pinned_BS is None else pinned_rows(seq.pinned_BS, docs)[:, 0]
-        expiry = sequence_expiry(priority_NHL, self.budget, type(docs).single(N, L, k.device), pinned)
+        expiry = sequence_expiry(priority_NHL, self.budget, type(docs).single(N, L, k.device), pinned, seq.impl)
         out, _ = self.attention(
             q_rows, k_rows, v_rows, expiry, scale=scale, q_pos_BQ=index.expand(N, L), k_pos_BHT=index.expand(N, H, L)
         )

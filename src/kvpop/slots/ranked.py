@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpop.budget import Budget
-from kvpop.core.cutoff import NEVER, departures, ranks, running_cutoff
+from kvpop.core.cutoff import NEVER, dropped, kernel_or_parallel
 from kvpop.core.priority import static_priority
 from kvpop.ops.cache_step.api import (
     Layout,
@@ -300,9 +300,9 @@ class RankedSlots(Slots):
         s, w = self.budget.sinks, self.budget.window
         expiry_BHT = torch.full_like(position_BHT, NEVER)
         marks = None if self.pins is None else pinned(position_BHT[..., s:], self.pins)
-        rank_BHA = ranks(priority_BHT[..., s:], marks)
-        A = rank_BHA.shape[-1]
-        leaves_BHA = departures(rank_BHA, running_cutoff(rank_BHA, self.budget.heads or self.budget.long))
+        k, impl = self.budget.heads or self.budget.long, kernel_or_parallel(priority_BHT)
+        leaves_BHA = dropped(priority_BHT[..., s:], k, impl, marks)
+        A = leaves_BHA.shape[-1]
         dropped_by = take(position_BHT[..., s:], leaves_BHA.clamp(max=A - 1)) + w
         expiry_BHT[..., s:] = torch.where(leaves_BHA < A, dropped_by, NEVER)
         return expiry_BHT

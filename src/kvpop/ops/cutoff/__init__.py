@@ -1,0 +1,1 @@
+"""Kernels for the running top-k: see ``kvpop.core.cutoff``."""
