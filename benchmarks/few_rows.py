@@ -1,17 +1,18 @@
 """Products of few rows: microseconds, beside the library's product and the floor, in variants.
 
     python benchmarks/few_rows.py --rows 1 32 --out benchmarks/results/FILE.json
-    python benchmarks/few_rows.py --one 4,1024,4,1 8,512,4,1 --several 32,256,4,4
+    python benchmarks/few_rows.py --vary ONE=4,1024,4,1 --vary PIECES=64,128,4,4 --vary PROGRAMS=264
 
 The projections of Qwen3-8B. Every product has weights of its own, together far more than the L2 cache; one CUDA graph of all.
-The floor reads the weights once. "layer": the four of a decoder layer one after the other, with what "one" and "several" are by
-default; "whole": with the norms, the activation and the sums of a layer, by the library one after the other. ``--one``,
-``--several``: output features of a program, input features at a time, warps, stages.
+The floor reads the weights once. "layer": the four of a decoder layer one after the other; "whole": with the norms, the
+activation and the sums of a layer, by the library one after the other. A variant sets a constant of ``ops.few_rows.triton``;
+every one is measured with kernels that start while the one before them runs, and without.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from common import microseconds, write
 from torch import Tensor
 
 from kvpop.bench import read_bandwidth
-from kvpop.ops.few_rows import linear
+from kvpop.ops.few_rows import counters, linear
 from kvpop.ops.few_rows import triton as kernel
 
 SHAPES = {
@@ -31,6 +32,8 @@ SHAPES = {
     "gate, up": (24576, 4096),
     "down": (4096, 12288),
     "head": (151936, 4096),
+    "norm, q, k, v": (6144, 4096),
+    "norm, gate, up, silu": (24576, 4096),
 }
 LAYER = ("q, k, v", "o", "gate, up", "down")
 GIGABYTES = 2.5
@@ -39,11 +42,13 @@ Product = tuple[Tensor, Tensor, dict[str, Any]]
 """x, weights, and what stands around them."""
 
 
-def tile(text: str) -> tuple[int, ...]:
-    found = tuple(int(part) for part in text.split(","))
-    if len(found) != 4:
-        raise argparse.ArgumentTypeError(f"four numbers, got {text}")
-    return found
+def variant(text: str) -> tuple[str, Any]:
+    """NAME=NUMBER or NAME=NUMBER,NUMBER,.. of a constant."""
+    name, _, value = text.partition("=")
+    present, numbers = getattr(kernel, name, None), tuple(int(part) for part in value.split(","))
+    if not isinstance(present, int | tuple) or len(numbers) != (len(present) if isinstance(present, tuple) else 1):
+        raise argparse.ArgumentTypeError(f"{text} is no constant of ops.few_rows.triton with as many numbers")
+    return name, numbers if isinstance(present, tuple) else numbers[0]
 
 
 def all_of(products: list[Product], impl: str) -> Tensor:
@@ -57,43 +62,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES, "layer", "whole"], choices=[*SHAPES, "layer", "whole"])
-    parser.add_argument("--one", type=tile, nargs="+", default=[kernel.ONE])
-    parser.add_argument("--several", type=tile, nargs="+", default=[kernel.SEVERAL])
+    parser.add_argument("--vary", type=variant, action="append", default=[], help="CONSTANT=NUMBERS; repeatable")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda")
-    one, several, speed = kernel.ONE, kernel.SEVERAL, read_bandwidth(device)
+    speed = read_bandwidth(device)
     rows: list[dict[str, Any]] = []
 
-    def measured(R: int, what: str, products: list[Product], count: int, tiles: list[Any]) -> None:
+    def measured(R: int, what: str, products: list[Product], count: int) -> None:
         size = sum(w.numel() for _, w, _ in products) * 2 / count
         shared = {"rows": R, "what": what, "floor_us": round(1e6 * size / speed, 2)}
         plain = microseconds(lambda: all_of(products, "reference"), count, options.repeats)
         found = [{**shared, "impl": "library", "us": round(plain, 2)}]
         x, weight, around = products[0]
-        exact = {name: (y[0].double(), y[1]) if name == "norm" else y for name, y in around.items()}
+        exact = {
+            name: (y[0].double(), y[1]) if name == "norm" else y for name, y in around.items() if name != "arrived"
+        }
         expected = linear(x.double(), weight.double(), **exact)
-        for chosen in tiles:
-            for overlap in (True, False):
-                kernel.OVERLAP = overlap
-                setattr(kernel, "ONE" if R == 1 else "SEVERAL", chosen)
-                entry: dict[str, Any] = {**shared, "impl": "triton", "tile": chosen, "overlap": overlap}
-                try:
-                    entry["us"] = round(microseconds(lambda: all_of(products, "triton"), count, options.repeats), 2)
-                    entry["error"] = float(
-                        (linear(x, weight, **around, impl="triton") - expected).abs().max() / expected.std()
-                    )
-                except Exception as error:  # too large for the device
-                    entry["failed"] = f"{type(error).__name__}: {error}"[:200]
-                found.append(entry)
+        for change, overlap in itertools.product([(), *options.vary], (True, False)):
+            changed = {"OVERLAP": overlap} | ({change[0]: change[1]} if change else {})
+            usual = {name: getattr(kernel, name) for name in changed}
+            vars(kernel).update(changed)
+            for _, weight, around in products:
+                around["arrived"] = counters(weight)
+            entry: dict[str, Any] = {**shared, "impl": "triton", "changed": changed}
+            x, weight, around = products[0]
+            try:
+                entry["us"] = round(microseconds(lambda: all_of(products, "triton"), count, options.repeats), 2)
+                found_y = linear(x, weight, **around, impl="triton")
+                entry["error"] = float((found_y - expected).abs().max() / expected.std())
+            except Exception as error:  # too large for the device
+                entry["failed"] = f"{type(error).__name__}: {error}"[:200]
+            vars(kernel).update(usual)
+            found.append(entry)
         for entry in found:
             rows.append(entry | ({"ratio": round(entry["us"] / entry["floor_us"], 3)} if "us" in entry else {}))
             print(json.dumps(rows[-1]), flush=True)
         write(options.out, "products of few rows", "python " + " ".join(sys.argv), rows, gb_per_s=round(speed / 1e9))
 
     for R in options.rows:
-        tiles = options.one if R == 1 else options.several
         for name in options.shapes:
             several_products = name in ("layer", "whole")
             shapes = [SHAPES[n] for n in LAYER] if several_products else [SHAPES[name]]
@@ -103,12 +111,14 @@ def main() -> None:
                 for part, (n, e) in enumerate(shapes):
                     x = torch.randn(R, e, device=device).bfloat16()
                     around: dict[str, Any] = {}
-                    if name == "whole" and part in (0, 2):
-                        around = {"norm": (torch.ones(e, device=device).bfloat16(), 1e-6), "gated": part == 2}
+                    if name.startswith("norm") or (name == "whole" and part in (0, 2)):
+                        gated = part == 2 or "silu" in name
+                        around = {"norm": (torch.ones(e, device=device).bfloat16(), 1e-6), "gated": gated}
                     elif name == "whole":
                         around = {"residual_O": torch.zeros(R, n, device=device).bfloat16()}
-                    products.append((x, torch.randn(n, e, device=device, dtype=torch.bfloat16) * e**-0.5, around))
-            measured(R, name, products, count, [one if R == 1 else several] if several_products else tiles)
+                    weight = torch.randn(n, e, device=device, dtype=torch.bfloat16) * e**-0.5
+                    products.append((x, weight, around))
+            measured(R, name, products, count)
             del products
 
 

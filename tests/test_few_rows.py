@@ -61,6 +61,35 @@ def test_one_row_next_to_others_is_the_same() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_in_pieces_one_after_the_other(gated: bool) -> None:
+    """The last piece to arrive leaves the counters as they were, for the next product of other rows."""
+    from kvpop.ops.few_rows.triton import division, most_tiles
+
+    x, w, _ = made((9,), 1200, 70, torch.float32, False)
+    assert division(35 if gated else 70, 1200, gated)[2] == 8
+    arrived = torch.zeros(most_tiles(70), dtype=torch.int32, device=DEVICE)
+    for R in (9, 2, 5):
+        found = linear(x[:R], w, gated=gated, arrived=arrived, impl="triton")
+        torch.testing.assert_close(found, linear(x[:R], w, gated=gated), rtol=1e-4, atol=1e-4)
+        assert not arrived.any()
+    with pytest.raises(ValueError, match="shapes do not fit: counters"):
+        linear(x, w, arrived=arrived[:1], impl="triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("gated", [False, True])
+def test_many_tiles_are_not_cut(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpop.ops.few_rows import triton as kernels
+
+    monkeypatch.setattr(kernels, "PROGRAMS", 2)
+    assert kernels.division(200, 300, gated)[0] is kernels.SEVERAL
+    x, w, b = made((3,), 300, 400 if gated else 200, torch.float32, True)
+    found = linear(x, w, b, gated=gated, impl="triton")
+    torch.testing.assert_close(found, linear(x, w, b, gated=gated), rtol=1e-4, atol=1e-4)
+
+
+@needs_triton
 def test_strides_do_not_matter() -> None:
     x, w, _ = made((3,), 64, 37, torch.float32, False)
     wide = torch.randn(74, device=DEVICE)
@@ -73,7 +102,8 @@ def test_strides_do_not_matter() -> None:
 
 @needs_triton
 def test_no_rows() -> None:
-    assert linear(torch.zeros(0, 16), torch.zeros(4, 16), impl="triton").shape == (0, 4)
+    x, w = torch.zeros(0, 16, device=DEVICE), torch.zeros(4, 16, device=DEVICE)
+    assert linear(x, w, impl="triton").shape == (0, 4)
 
 
 @needs_triton

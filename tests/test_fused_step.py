@@ -144,6 +144,22 @@ def test_the_store_does_what_it_did_from_the_first_token_on(kind: str) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("heads", [(), (4, 0)], ids=str)
+@pytest.mark.parametrize("kind", LEARNED)
+def test_what_scorers_of_many_heads_multiply_is_multiplied_for_many_rows(
+    kind: str, heads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpop.ops.cache_step.fused import triton as kernels
+
+    for name, number in {"CROWD": 0, "CROWD_CHANNELS": 16, "CROWD_COLUMNS": 4}.items():
+        monkeypatch.setattr(kernels, name, number)
+    budget = Budget(1, 2, 0).with_heads(heads) if heads else Budget(1, 2, 3)
+    plain, fused = pair(kind, budget, B=17, H=len(heads) or 1, D=16)
+    for t in range(7):
+        same(plain, fused, t, valid=[t % 3 != 1, *[True] * 16])
+
+
+@needs_triton
 @pytest.mark.parametrize("kind", ["random", "mlstm/double"])
 @pytest.mark.parametrize("sizes", [(0, 1, 0), (0, 1, 2), (2, 3, 0)], ids=str)
 def test_small_budgets(kind: str, sizes: tuple[int, int, int]) -> None:

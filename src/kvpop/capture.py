@@ -16,17 +16,10 @@ from kvpop.projections import fuse, is_fused, settle, unfuse
 WARM = 3
 """Steps before a capture: what compiles, allocates or tunes itself does so in these."""
 COMPILE: dict[str, Any] = {"dynamic": False, "fullgraph": True}
-Tune = Literal["none", "gemv", "gemv-apart", "max"]
-TUNES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "gemv": {"coordinate_descent_tuning": True},
-    "gemv-apart": {"coordinate_descent_tuning": True, "realize_opcount_threshold": 8},
-    "max": {"coordinate_descent_tuning": True, "max_autotune": True},
-}
-"""Options of inductor; none needs a ``mode``. With coordinate descent it turns products of one row into reductions, into which
-it draws the norm or activation before them, computed anew by each program; ``gemv-apart`` computes those once. Launch sizes are
-tried one after the other when a kernel first runs, of one layer: the others find kernels and sizes in caches. ``max``, which is
-the mode max-autotune-no-cudagraphs, also tries Triton against cuBLAS for products of several rows."""
+Tune = Literal["none", "max"]
+TUNES: dict[str, dict[str, Any]] = {"none": {}, "max": {"coordinate_descent_tuning": True, "max_autotune": True}}
+"""Options of inductor. ``max``, which is the mode max-autotune-no-cudagraphs, tries launch sizes one after the other and Triton
+against cuBLAS when a kernel first runs, of one layer: the others find kernels and sizes in caches."""
 
 
 @dataclass

@@ -11,7 +11,6 @@ import operator
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 from kvpop.attachment import cache_argument
 from kvpop.cache import BoundedCache
 from kvpop.capture import WARM, Captured, capture, compiled_layers
+from kvpop.projections import fused
 from kvpop.rollout import Words, pass_options, prompt_ids
 from kvpop.sampling import Sampling, checked, draw, upload
 
@@ -112,8 +112,9 @@ class Engine:
     Decoding has static shapes, and rows that are idle change nothing. Not for several threads at once.
 
     ``graph``: decoding steps are one CUDA graph, captured at the first of them and again if a store had to move (pins, pages of
-    DMS, columns of dense layers). None: where there can be one, on a GPU with stores of a fixed size or that can reserve
-    memory. ``compiled``: with its decoder layers compiled and their projections fused, which takes a minute at the first step.
+    DMS, columns of dense layers), with projections fused (``projections.fuse``). None: where there can be one, on a GPU with
+    stores of a fixed size or that can reserve memory. ``compiled``: with its decoder layers compiled, which takes a minute at
+    the first step; of the kinds that ``projections.step`` knows, in half precision, little is left to compile.
 
     An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
     memory, an interrupt), what it has written is unknown: every request that has a row ends with that error, it is raised,
@@ -290,7 +291,7 @@ class Engine:
         self._reserved -= 1
         if self._captured is None:
             self._inputs = inputs = torch.zeros_like(inputs_3B1)  # no row is there: warming up changes nothing
-            with compiled_layers(self.model, fused=True) if self.compiled else nullcontext():
+            with compiled_layers(self.model, fused=True) if self.compiled else fused(self.model):
                 self._captured = capture(lambda: self._forward(cache, *inputs))
             self._addresses = _addresses(cache)
         self._inputs.copy_(inputs_3B1)

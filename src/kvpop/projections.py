@@ -20,8 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvpop.ops.few_rows import Impl, Norm, kernel_or_reference, linear, takes
+from kvpop.cache import IMPLEMENTATION
+from kvpop.ops.few_rows import Impl, Norm, counters, kernel_or_reference, linear, takes
+from kvpop.ops.rotary import split_heads
 
 # Shapes: E input features, F output features of a group, all modules together.
 
@@ -37,6 +40,11 @@ LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen
 """Decoder layers that are y = x + self_attn(norm(x)), y + mlp(norm(y)), RMSNorms, and mlp(x) = down(silu(gate(x)) * up(x))."""
 
 
+ATTENTION = tuple(kind.replace("DecoderLayer", "Attention") for kind in LAYERS)
+"""Their attention modules: heads by one product each, RMSNorms of q and k or none, a rotation, a cache, a function, o_proj."""
+NORMS = ("q_norm", "k_norm")
+
+
 class Group:
     """Linear modules that are called with the same input, the first of them first, and the tensors their parameters are of.
 
@@ -50,6 +58,8 @@ class Group:
     """While a layer's ``step`` runs: the norm that its input has not been through."""
     residual: Tensor | None = None
     """While a layer's ``step`` runs: what is added to its output."""
+    arrived: Tensor | None
+    """What the kernel counts with: of this group alone, whose products come one after the other."""
     stash: tuple[Tensor, list[int] | None, tuple[Tensor, ...]] | None
     """An input, ``state`` at that time, and the outputs of all; from the call of the first module to that of the last."""
 
@@ -59,13 +69,14 @@ class Group:
         self.sizes = tuple(module.out_features for module in modules)
         self.weight_FE = _together([module.weight for module in modules])
         self.bias_F = None if modules[0].bias is None else _together([module.bias for module in modules])
+        self.arrived = counters(modules[0].weight, len(self.weight_FE))
         self.starts = [p.data_ptr() for p in self.parameters()]
         for part, module in enumerate(modules):
             module.__class__ = FusedLinear
             module.group, module.part = self, part
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | dict.fromkeys(("weight_FE", "bias_F", "norm", "residual", "stash"))
+        return vars(self) | dict.fromkeys(("weight_FE", "bias_F", "norm", "residual", "arrived", "stash"))
 
     def parameters(self) -> list[Tensor]:
         return [p for module in self.modules for p in module._parameters.values() if p is not None]
@@ -83,7 +94,7 @@ class Group:
 
     def dissolve(self) -> None:
         """The modules are plain ones again. Their parameters stay where they are."""
-        self.weight_FE = self.bias_F = self.stash = None
+        self.weight_FE = self.bias_F = self.arrived = self.stash = None
         for module in self.modules:
             if type(module) is FusedLinear:
                 module.__class__ = nn.Linear  # type: ignore[assignment]
@@ -106,6 +117,7 @@ class FusedLinear(nn.Linear):
             return linear(input, self.weight, self.bias, **around)
         if self.part == 0:
             impl = _impl(input, self.weight)
+            around["arrived"] = group.arrived
             product = linear(input, group.weight_FE, group.bias_F, **around, impl=impl)  # type: ignore[arg-type]
             if len(group.sizes) == 1:
                 return product
@@ -171,14 +183,59 @@ def step(layer: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tenso
         return type(layer).forward(layer, hidden_states, *args, **options)
     attention, up, down = layer.self_attn, layer.mlp.gate_proj.group, layer.mlp.down_proj.group
     reads, writes = attention.q_proj.group, attention.o_proj.group
-    reads.norm, writes.residual = _norm(layer.input_layernorm), hidden_states
-    try:
-        hidden_states, _ = attention(hidden_states=hidden_states, **options)
-    finally:
-        reads.norm = writes.residual = None
+    if _attends(attention):
+        hidden_states = _attended(layer, hidden_states, **options)
+    else:
+        reads.norm, writes.residual = _norm(layer.input_layernorm), hidden_states
+        try:
+            hidden_states, _ = attention(hidden_states=hidden_states, **options)
+        finally:
+            reads.norm = writes.residual = None
     norm = _norm(layer.post_attention_layernorm)
-    active = linear(hidden_states, up.weight_FE, up.bias_F, norm=norm, gated=True, impl="triton")
-    return linear(active, down.weight_FE, down.bias_F, residual_O=hidden_states, impl="triton")
+    active = _of(up, hidden_states, norm=norm, gated=True)
+    return _of(down, active, residual_O=hidden_states)
+
+
+def _attends(attention: Any) -> bool:
+    """Whether an attention module does what ``_attended`` does: of a known kind, by a function whose mask says all about it."""
+    modules = [attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    modules += [norm for norm in (getattr(attention, name, None) for name in NORMS) if norm is not None]
+    return (
+        type(attention).__name__ in ATTENTION
+        and attention.config._attn_implementation in ("sdpa", IMPLEMENTATION)
+        and not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in modules)
+    )
+
+
+def _attended(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """x + self_attn(norm(x)), as the known kinds have it."""
+    attention, config = layer.self_attn, layer.self_attn.config
+    both = _of(attention.q_proj.group, hidden_states, norm=_norm(layer.input_layernorm))
+    q_norm, k_norm = (None if (norm := getattr(attention, name, None)) is None else _norm(norm) for name in NORMS)
+    rotary = position_embeddings if getattr(attention, "use_rope", True) else None
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    query, key, value = split_heads(both, *heads, rotary=rotary, q_norm=q_norm, k_norm=k_norm, impl="triton")
+    named = "cache" if "cache" in options else "past_key_values"
+    if (cache := options.pop(named, None)) is not None:
+        given = {"kwargs": options} if named == "cache" else {}
+        key, value = cache.update(key, value, attention.layer_idx, **given)
+    window = (config if "Mistral" in type(attention).__name__ else attention, "sliding_window", None)
+    attend = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    out, _ = attend(
+        attention, query, key, value, attention_mask, dropout=0.0, scaling=attention.scaling,
+        sliding_window=getattr(*window), **options,
+    )  # fmt: skip
+    return _of(attention.o_proj.group, out.reshape(*hidden_states.shape[:-1], -1), residual_O=hidden_states)
+
+
+def _of(group: Group, x: Tensor, **around: Any) -> Tensor:
+    return linear(x, group.weight_FE, group.bias_F, **around, arrived=group.arrived, impl="triton")  # type: ignore[arg-type]
 
 
 def _impl(input: Tensor, weight: Tensor) -> Impl:
@@ -246,12 +303,15 @@ def unfuse(model: PreTrainedModel) -> None:
 
 @contextmanager
 def fused(model: PreTrainedModel) -> Iterator[None]:
-    """Projections are fused for the calls inside."""
+    """Projections are fused for the calls inside, and stay so if they were before. What is captured inside may be replayed
+    afterwards."""
+    mine = not is_fused(model)
     fuse(model)
     try:
         yield
     finally:
-        unfuse(model)
+        if mine:
+            unfuse(model)
 
 
 def _groups(model: nn.Module) -> list[Group]:

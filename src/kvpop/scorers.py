@@ -101,13 +101,9 @@ class Scorer(nn.Module, ABC):
         if window < 0:
             raise ValueError(f"window must be at least 0 tokens, got {window}")
         self._check(x_NHLE, valid_NL)
-        x_NHLE = x_NHLE.detach()
         delay = min(window, x_NHLE.shape[2]) if self.delayed else 0
-        x_due_NHLE = x_NHLE
-        if delay:
-            nothing_due = x_NHLE[:, :, :1].expand(-1, -1, delay, -1)
-            x_due_NHLE = torch.cat([nothing_due, x_NHLE[:, :, : x_NHLE.shape[2] - delay]], dim=2)
-        score_NHL, _ = self.advance(self.init_state(x_NHLE.shape[0], x_NHLE.device), x_NHLE, x_due_NHLE, valid_NL)
+        with torch.autocast(x_NHLE.device.type, enabled=False):
+            score_NHL = self._sequence(self._normalise(x_NHLE.detach()), delay, valid_NL)
         if valid_NL is not None:
             score_NHL = torch.where(valid_NL.bool()[:, None], score_NHL, 0.0)
         return F.pad(score_NHL[:, :, delay:], (0, delay))
@@ -157,6 +153,11 @@ class Scorer(nn.Module, ABC):
     ) -> tuple[Tensor, State]:
         """``advance`` on standardised inputs in ``self.dtype``."""
 
+    def _sequence(self, x_NHLE: Tensor, delay: int, valid_NL: Tensor | None) -> Tensor:
+        """Scores from a fresh state, each ``delay`` tokens behind the token that is scored, of standardised inputs."""
+        state = self.init_state(x_NHLE.shape[0], x_NHLE.device)
+        return self._advance(state, x_NHLE, _behind(x_NHLE, delay), valid_NL)[0]
+
     def _normalise(self, x_NHLE: Tensor) -> Tensor:
         shift_HE, scale_HE = self.shift_HE.to(self.dtype), self.scale_HE.to(self.dtype)
         return (x_NHLE.to(self.dtype) - shift_HE[:, None]) * scale_HE[:, None]
@@ -198,6 +199,9 @@ class MLPScorer(Scorer):
     ) -> tuple[Tensor, State]:
         hidden_NHLM = F.silu(_project(x_due_NHLE, self.w1_HEM, self.b1_HM))
         return _dot(hidden_NHLM, self.w2_HM, self.b2_H), state
+
+    def _sequence(self, x_NHLE: Tensor, delay: int, valid_NL: Tensor | None) -> Tensor:
+        return _behind(self._advance((), x_NHLE, x_NHLE, valid_NL)[0], delay)
 
 
 class MLSTMScorer(Scorer):
@@ -251,11 +255,29 @@ class MLSTMScorer(Scorer):
     def _advance(
         self, state: State, x_new_NHLE: Tensor, x_due_NHLE: Tensor, valid_NL: Tensor | None
     ) -> tuple[Tensor, State]:
-        q_NHLD = _hedgehog(_project(x_due_NHLE, self.w_q_HEA))
-        # One product for all that is read off the new tokens: in decoding every launch counts.
-        together_HEF = torch.cat([self.w_k_HEA, self.w_v_HEA, self.w_i_HE[..., None], self.w_f_HE[..., None]], dim=-1)
-        half = self.head_dim // 2
-        k_NHLA, v_NHLA, gates_NHL2 = _project(x_new_NHLE, together_HEF).split([half, half, 2], dim=-1)
+        return self._remember(state, x_new_NHLE, self._query(x_due_NHLE), valid_NL)
+
+    def _sequence(self, x_NHLE: Tensor, delay: int, valid_NL: Tensor | None) -> Tensor:
+        state = self.init_state(x_NHLE.shape[0], x_NHLE.device)
+        return self._remember(state, x_NHLE, _behind(self._query(x_NHLE), delay), valid_NL)[0]
+
+    def _query(self, x_NHLE: Tensor) -> Tensor:
+        return _hedgehog(_project(x_NHLE, self.w_q_HEA))
+
+    def _remember(
+        self, state: State, x_new_NHLE: Tensor, q_NHLD: Tensor, valid_NL: Tensor | None
+    ) -> tuple[Tensor, State]:
+        half, gates_HE2 = self.head_dim // 2, torch.stack([self.w_i_HE, self.w_f_HE], dim=-1)
+        both_HEF = torch.cat([self.w_k_HEA, self.w_v_HEA], dim=-1)
+        if (
+            x_new_NHLE.shape[2] == 1
+        ):  # one product for all that is read off the new tokens: in decoding every launch counts
+            k_NHLA, v_NHLA, gates_NHL2 = _project(x_new_NHLE, torch.cat([both_HEF, gates_HE2], dim=-1)).split(
+                [half, half, 2], dim=-1
+            )
+        else:
+            k_NHLA, v_NHLA = _project(x_new_NHLE, both_HEF).split(half, dim=-1)
+            gates_NHL2 = _project(x_new_NHLE, gates_HE2)
         k_NHLD = _hedgehog(k_NHLA)
         log_i_NHL = gates_NHL2[..., 0].clamp(-GATE_CAP, GATE_CAP)
         f_logit_NHL = gates_NHL2[..., 1] + self.b_f_H.to(self.dtype)[:, None]
@@ -300,6 +322,9 @@ class SumScorer(Scorer):
         memory_NHL, state = self.mlstm._advance(state, x_new_NHLE, x_due_NHLE, valid_NL)
         return own_NHL + memory_NHL, state
 
+    def _sequence(self, x_NHLE: Tensor, delay: int, valid_NL: Tensor | None) -> Tensor:
+        return self.mlp._sequence(x_NHLE, delay, valid_NL) + self.mlstm._sequence(x_NHLE, delay, valid_NL)
+
 
 class ConstantScorer(Scorer):
     """The same score for every token, also infinite or NaN. Stateless; not delayed; no parameters."""
@@ -337,6 +362,14 @@ _KINDS: dict[str, Callable[..., Scorer]] = {
 
 def _normal(*shape: int, std: float) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) * std)
+
+
+def _behind(x_NHLX: Tensor, delay: int) -> Tensor:
+    """``delay`` tokens later; before anything is due, the first."""
+    if not delay:
+        return x_NHLX
+    nothing_due = x_NHLX[:, :, :1].expand(-1, -1, delay, *x_NHLX.shape[3:])
+    return torch.cat([nothing_due, x_NHLX[:, :, : x_NHLX.shape[2] - delay]], dim=2)
 
 
 def _hedgehog(x_NHLA: Tensor) -> Tensor:

@@ -48,14 +48,12 @@ def decode(
     window: Annotated[int, typer.Option(help="Newest tokens that are always held.")] = 256,
     steps: Annotated[int, typer.Option(help="Tokens that are timed.")] = 50,
     compiled: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Compile decoder layers (on a GPU).")
-    ] = None,
+        bool, typer.Option("--compile", help="Compile decoder layers: for kinds whose decoding has no kernels.")
+    ] = False,
     fuse: Annotated[
         bool, typer.Option("--fuse/--no-fuse", help="One product for q, k and v, and one for gate and up.")
     ] = True,
-    tune: Annotated[
-        str, typer.Option(help="How compiled layers are tuned: none, gemv or gemv-apart (batch 1), or max.")
-    ] = "none",
+    tune: Annotated[str, typer.Option(help="How compiled layers are tuned: none or max.")] = "none",
     fit_static: Annotated[
         bool, typer.Option("--fit-static", help="A static cache as long as a row needs, not one for the longest.")
     ] = False,
@@ -92,7 +90,7 @@ def decode(
         budget=Budget.of_slots(budget, sinks=sinks, window=window),
         layers=layers,
         steps=steps,
-        compiled=place.type == "cuda" if compiled is None else compiled,
+        compiled=compiled,
         fuse=fuse,
         tune=tune,  # type: ignore[arg-type]  # checked there
         fit_static=fit_static,
@@ -126,7 +124,7 @@ def command_of(params: dict[str, Any]) -> str:
     said = ["kvpop bench decode"]
     for name, value in params.items():
         flag = {"compiled": "compile"}.get(name, name).replace("_", "-")
-        if name in UNSAID or value is None or (value is False and name not in ("compiled", "fuse")):
+        if name in UNSAID or value is None or (value is False and name != "fuse"):
             continue
         if isinstance(value, bool):
             said.append(f"--{flag}" if value else f"--no-{flag}")

@@ -1,3 +1,3 @@
-from kvpop.ops.few_rows.api import Impl, Norm, kernel_or_reference, linear, takes
+from kvpop.ops.few_rows.api import Impl, Norm, counters, kernel_or_reference, linear, takes
 
-__all__ = ["Impl", "Norm", "kernel_or_reference", "linear", "takes"]
+__all__ = ["Impl", "Norm", "counters", "kernel_or_reference", "linear", "takes"]

@@ -91,23 +91,18 @@ def mlstm(
         # A zero key, not the gate alone: in an empty memory the weight of padding relative to m = -1e30 is 1.
         q, k, v = (torch.where(valid_NHL[..., None], t, 0.0) for t in (q, k, v))
         log_i, log_f = torch.where(valid_NHL, log_i, NEVER), torch.where(valid_NHL, log_f, 0.0)
-    v1_NHLV = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
-
     with torch.autocast(q.device.type, enabled=False):
         if impl == "chunkwise":
             from kvpop.ops.mlstm.chunkwise import chunkwise
 
-            r_NHLV, C, m = chunkwise(q, k, v1_NHLV, log_i, log_f, C, m, chunk)
-        elif impl == "quadratic":
-            from kvpop.ops.mlstm.reference import quadratic
-
-            r_NHLV, C, m = quadratic(q, k, v1_NHLV, log_i, log_f, C, m)
+            numerator_NHLv, normaliser_NHL1, C, m = chunkwise(q, k, v, log_i, log_f, C, m, chunk)
         else:
-            from kvpop.ops.mlstm.reference import recurrent
+            from kvpop.ops.mlstm import reference
 
-            r_NHLV, C, m = recurrent(q, k, v1_NHLV, log_i, log_f, C, m)
+            plain = reference.quadratic if impl == "quadratic" else reference.recurrent
+            r_NHLV, C, m = plain(q, k, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1), log_i, log_f, C, m)
+            numerator_NHLv, normaliser_NHL1 = r_NHLV[..., :-1], r_NHLV[..., -1:]
 
-    numerator_NHLv, normaliser_NHL1 = r_NHLV[..., :-1], r_NHLV[..., -1:]
     readable_NHL1 = normaliser_NHL1 > SMALLEST_NORMALISER
     # The inner where keeps the gradient of the unreadable branch finite; the outer one makes it zero.
     h_NHLv = torch.where(readable_NHL1, numerator_NHLv / torch.where(readable_NHL1, normaliser_NHL1, 1.0), 0.0)

@@ -13,8 +13,7 @@ scratch ("notes"), and the last reads keys and values only where nothing is writ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -35,6 +34,8 @@ from kvpop.ops.mlstm.api import SMALLEST_NORMALISER
 
 PROGRAMS = 660
 """Programs of the attention that run at a time, heads of 128 channels: five per multiprocessor of an H100 or H200."""
+FEW_HEADS = 132
+"""Heads, up to which a third more programs are started: shorter splits end more evenly, while no head has fewer than four."""
 LEAST = 2
 """Blocks of a split, at least: to start a program, and to merge what it made, costs as much as a block."""
 BLOCK = 64
@@ -50,6 +51,15 @@ UNITS = 64
 """Hidden units of the MLP that one program computes."""
 CHANNELS = 256
 """Channels of x that a scorer's program multiplies at once: few rounds, since each one waits for its weights."""
+CROWD = 132
+"""Programs of scorers, of which more are a crowd, no longer one a multiprocessor. They come after those that attend, and take
+up what these leave free: a multiprocessor whose programs need little shared memory has none for others until they end. What a
+memory multiplies x with is then read once for many rows (``_project``), not once for each."""
+CROWD_CHANNELS = 128
+CROWD_COLUMNS = 16
+"""Columns of the memory that a program of a crowd updates at once: it finds room beside four that attend."""
+TOGETHER = 32
+"""Rows whose x one program multiplies."""
 NOTES = tl.constexpr(4)
 """Per head: the token's position, the slot and the position of the worst ranked before, the slot of the token that is due."""
 NONE = tl.constexpr(2147483647)
@@ -90,7 +100,8 @@ def _standardised(key, value, e, there, shift, spread, D: tl.constexpr, V: tl.co
 @triton.jit
 def _times(x, weight, e, column, E: tl.constexpr, N: tl.constexpr):
     """x W over the channels ``e``."""
-    w = tl.load(weight + e[:, None] * N + column[None, :], mask=(e[:, None] < E) & (column[None, :] < N), other=0.0)
+    inside = (e[:, None] < E) & (column[None, :] < N)
+    w = tl.load(weight + e[:, None] * N + column[None, :], mask=inside, other=0.0)
     return tl.sum(x[:, None] * w.to(tl.float32), 0)
 
 
@@ -138,11 +149,74 @@ def _gates(log_i, f_logit, m, CAP: tl.constexpr):
 
 
 @triton.jit
+def _rows_times(
+    key, value, there, shift, spread, weight, w_i, w_f, own, b, r, projected, GATES: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """x W, and with GATES the two gates' logits behind it, of some rows of one head, into columns of ``projected``."""
+    E: tl.constexpr = D + V
+    total = tl.zeros([BLOCK_B, BLOCK_A], tl.float32)
+    i_terms = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
+    f_terms = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
+    for start in tl.range(0, E, BLOCK_E, num_stages=1):
+        e = start + tl.arange(0, BLOCK_E)[None, :]
+        x = tl.load(key[:, None] + e, mask=there[:, None] & (e < D), other=0.0).to(tl.float32)
+        x += tl.load(value[:, None] + e - D, mask=there[:, None] & (e >= D) & (e < E), other=0.0).to(tl.float32)
+        x = (x - tl.load(shift + own * E + e, mask=e < E, other=0.0).to(tl.float32)) * tl.load(
+            spread + own * E + e, mask=e < E, other=0.0
+        ).to(tl.float32)
+        w = tl.load(
+            weight + (own * E + tl.trans(e)) * A + r[None, :], mask=(tl.trans(e) < E) & (r < A)[None, :], other=0.0
+        )
+        total = tl.dot(x, w.to(tl.float32), total, input_precision="ieee")
+        if GATES:
+            i_terms += x * tl.load(w_i + own * E + e, mask=e < E, other=0.0).to(tl.float32)
+            f_terms += x * tl.load(w_f + own * E + e, mask=e < E, other=0.0).to(tl.float32)
+    tl.store(projected[:, None] + r[None, :], total, mask=b[:, None] & (r < A)[None, :])
+    if GATES:
+        tl.store(projected + A, tl.sum(i_terms, 1), mask=b)
+        tl.store(projected + A + 1, tl.sum(f_terms, 1), mask=b)
+
+
+@triton.jit
+def _project(
+    k, v, keys, values, seen, ring, bases, shift, spread, w_q, w_k, w_v, w_i, w_f, projected,
+    B, H, M, total, window,
+    D: tl.constexpr, V: tl.constexpr, DUE: tl.constexpr, LAYOUT: tl.constexpr, A: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """What a memory makes of x, for some rows of one head: its query, key, or value with the gates: [heads, 3 A + 2]."""
+    own, which = tl.program_id(0), tl.program_id(2)
+    b, r = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_A)
+    inside = b < B
+    head = b.to(tl.int64) * H + own
+    key, value, there = k + head * D, v + head * V, inside
+    into = projected + head * (3 * A + 2) + which * A
+    if which == 0:
+        if DUE:
+            t = tl.load(seen + b, mask=inside, other=0).to(tl.int32)
+            slot = tl.load(ring + head * window + t % window, mask=inside & (t >= window), other=-1)
+            base = b.to(tl.int64) * total + tl.load(bases + own) if LAYOUT else head * M
+            due_key, due_value, there = keys + (base + slot) * D, values + (base + slot) * V, inside & (slot >= 0)
+            _rows_times(due_key, due_value, there, shift, spread, w_q, w_i, w_f, own, inside, r, into, False,
+                        D, V, A, BLOCK_B, BLOCK_A, BLOCK_E)  # fmt: skip
+        else:
+            _rows_times(key, value, there, shift, spread, w_q, w_i, w_f, own, inside, r, into, False,
+                        D, V, A, BLOCK_B, BLOCK_A, BLOCK_E)  # fmt: skip
+    elif which == 1:
+        _rows_times(key, value, there, shift, spread, w_k, w_i, w_f, own, inside, r, into, False,
+                    D, V, A, BLOCK_B, BLOCK_A, BLOCK_E)  # fmt: skip
+    else:
+        _rows_times(key, value, there, shift, spread, w_v, w_i, w_f, own, inside, r, into, True,
+                    D, V, A, BLOCK_B, BLOCK_A, BLOCK_E)  # fmt: skip
+
+
+@triton.jit
 def _memory(
-    new_key, new_value, due_key, due_value, there, shift, spread,
+    new_key, new_value, due_key, due_value, there, shift, spread, projected,
     w_q, w_k, w_v, w_i, w_f, b_f, a, b, C, m, score, own, real,
     CAP: tl.constexpr, DUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, PROJECTED: tl.constexpr,
 ):  # fmt: skip
     E: tl.constexpr = D + V
     r, c = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_C)
@@ -151,14 +225,15 @@ def _memory(
     high, low = C + r * (A + 1), C + (r + A) * (A + 1)
     old_m = tl.load(m)
     z_high, z_low = tl.load(high + A, mask=r < A, other=0.0), tl.load(low + A, mask=r < A, other=0.0)
-    inside = (r[:, None] < A) & (c[None, :] < A)
-    state_high = tl.load(high[:, None] + c[None, :], mask=inside, other=0.0)
-    state_low = tl.load(low[:, None] + c[None, :], mask=inside, other=0.0)
-    query = tl.zeros([BLOCK_A], tl.float32)
-    key = tl.zeros([BLOCK_A], tl.float32)
+    if BLOCK_C == BLOCK_A:
+        inside = (r[:, None] < A) & (c[None, :] < A)
+        state_high = tl.load(high[:, None] + c[None, :], mask=inside, other=0.0)
+        state_low = tl.load(low[:, None] + c[None, :], mask=inside, other=0.0)
+    query = tl.load(projected + r, mask=PROJECTED & (r < A), other=0.0).to(tl.float32)
+    key = tl.load(projected + A + r, mask=PROJECTED & (r < A), other=0.0).to(tl.float32)
     i_terms = tl.zeros([BLOCK_E], tl.float32)
     f_terms = tl.zeros([BLOCK_E], tl.float32)
-    for start in tl.static_range(0, E, BLOCK_E):
+    for start in tl.range(0, 0 if PROJECTED else E, BLOCK_E, num_stages=1):
         e = start + tl.arange(0, BLOCK_E)
         x = _standardised(new_key, new_value, e, True, shift, spread, D, V)
         x_due = x
@@ -170,22 +245,24 @@ def _memory(
         f_terms += x * tl.load(w_f + own * E + e, mask=e < E, other=0.0).to(tl.float32)
     q_high, q_low = _softmax(query, r < A), _softmax(-query, r < A)
     k_high, k_low = _softmax(key, r < A), _softmax(-key, r < A)
-    f_logit = tl.sum(f_terms, 0) + tl.load(b_f + own).to(tl.float32)
-    take, forget, m_new = _gates(tl.sum(i_terms, 0), f_logit, old_m, CAP)
+    log_i, f_logit = tl.sum(i_terms, 0), tl.sum(f_terms, 0)
+    if PROJECTED:
+        log_i, f_logit = tl.load(projected + 3 * A), tl.load(projected + 3 * A + 1)
+    take, forget, m_new = _gates(log_i, f_logit + tl.load(b_f + own).to(tl.float32), old_m, CAP)
     k_high *= take
     k_low *= take
     z_high, z_low = forget * z_high + k_high, forget * z_low + k_low
     norm = tl.sum(q_high * z_high + q_low * z_low, 0)
     readable = norm > SMALLEST
     total = tl.load(b + own).to(tl.float32)
-    for first in tl.static_range(0, BLOCK_A, BLOCK_C):  # by columns, so that a wide head does not run out of registers
+    for first in tl.range(0, BLOCK_A, BLOCK_C, num_stages=1):  # by columns, where registers are short
         column = first + c
         inside = (r[:, None] < A) & (column[None, :] < A)
-        if first > 0:
+        if BLOCK_C < BLOCK_A:
             state_high = tl.load(high[:, None] + column[None, :], mask=inside, other=0.0)
             state_low = tl.load(low[:, None] + column[None, :], mask=inside, other=0.0)
-        value = tl.zeros([BLOCK_C], tl.float32)
-        for start in tl.static_range(0, E, BLOCK_E):
+        value = tl.load(projected + 2 * A + column, mask=PROJECTED & (column < A), other=0.0).to(tl.float32)
+        for start in tl.range(0, 0 if PROJECTED else E, BLOCK_E, num_stages=1):
             e = start + tl.arange(0, BLOCK_E)
             x = _standardised(new_key, new_value, e, True, shift, spread, D, V)
             value += _times(x, w_v + own * E * A, e, column, E, A)
@@ -329,11 +406,11 @@ def _attend_and_search(
 @triton.jit
 def _score(
     k, v, keys, values, seen, valid, ring, bases,
-    shift, spread, w1, b1, w2, b2, w_q, w_k, w_v, w_i, w_f, b_f, a, b, C, m, scores,
+    shift, spread, w1, b1, w2, b2, w_q, w_k, w_v, w_i, w_f, b_f, a, b, C, m, projected, scores,
     heads, H, M, total, window,
     D: tl.constexpr, V: tl.constexpr, DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr,
     MEMORY: tl.constexpr, A: tl.constexpr, CAP: tl.constexpr, PERCEPTRON: tl.constexpr, N: tl.constexpr,
-    UNITS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, PROJECTED: tl.constexpr,
 ):  # fmt: skip
     """MEMORY (0 or 1) + PERCEPTRON programs a head, the memory's first."""
     program = tl.program_id(0)
@@ -351,9 +428,9 @@ def _score(
     if MEMORY:  # noqa: SIM102 (one is known when this is compiled, the other when it runs)
         if which == 0:
             _memory(
-                new_key, new_value, due_key, due_value, there, own_shift, own_spread,
+                new_key, new_value, due_key, due_value, there, own_shift, own_spread, projected + head * (3 * A + 2),
                 w_q, w_k, w_v, w_i, w_f, b_f, a, b, C + head * (2 * A * (A + 1)), m + head, score, own, real,
-                CAP, DUE, D, V, A, BLOCK_A, BLOCK_C, BLOCK_E,
+                CAP, DUE, D, V, A, BLOCK_A, BLOCK_C, BLOCK_E, PROJECTED,
             )  # fmt: skip
     if PERCEPTRON:  # noqa: SIM102
         if which >= MEMORY:
@@ -498,16 +575,21 @@ def _side(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """What is launched inside starts now, and may run while what is launched after it does. In a captured graph, a branch."""
-    if device.type != "cuda":
-        yield
-        return
-    side = _side(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        yield
+def _beside(device: torch.device) -> AbstractContextManager[object]:
+    """What is launched inside may run while what is launched on the current stream does. In a captured graph, a branch."""
+    return torch.cuda.stream(_side(device)) if device.type == "cuda" else nullcontext()
+
+
+def _fork(device: torch.device) -> None:
+    """What comes before this is done before what is launched ``_beside``."""
+    if device.type == "cuda":
+        _side(device).wait_stream(torch.cuda.current_stream(device))
+
+
+def _join(device: torch.device) -> None:
+    """What has been launched ``_beside`` is done before what comes after this."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_side(device))
 
 
 def step(
@@ -586,7 +668,8 @@ def _step(
     if size_H is None:
         total = H * M
     blocks = triton.cdiv(triton.cdiv(total, H), BLOCK)  # of a head of average size: larger ones have more splits
-    split = max(LEAST, triton.cdiv(blocks, max(1, PROGRAMS // heads))) * BLOCK
+    programs = PROGRAMS * 4 // 3 if heads <= FEW_HEADS else PROGRAMS
+    split = max(LEAST, triton.cdiv(blocks, max(1, programs // heads))) * BLOCK
     splits = triton.cdiv(M, split)
     sizes, scorers = _sizes(weights, cap)
     parts = torch.empty(heads, splits, G, V, dtype=torch.float32, device=device)
@@ -607,27 +690,48 @@ def _step(
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
     )  # fmt: skip
     BLOCK_A = triton.next_power_of_2(int(sizes["A"]))
-    if scorers:
-        with _beside(device):
-            _score[(heads * scorers,)](
-                k, v, keys, values, seen_B, valid, ring_BHw, bases,
-                *(q if x is None else x for x in (*weights, C, m)), scores,
-                heads, H, M, total, window,
-                **flags, **sizes, UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(64, BLOCK_A),
-                BLOCK_E=min(CHANNELS, triton.next_power_of_2(D + V)), num_warps=SCORE_WARPS,
+    crowd = heads * scorers > CROWD
+
+    projects = crowd and bool(sizes["MEMORY"])
+    projected = torch.empty(heads, 3 * int(sizes["A"]) + 2, dtype=torch.float32, device=device) if projects else q
+    BLOCK_E = min(CROWD_CHANNELS if crowd else CHANNELS, triton.next_power_of_2(D + V))
+
+    def score() -> None:
+        given = [q if x is None else x for x in (*weights, C, m)]
+        if projects:
+            _project[(H, triton.cdiv(B, TOGETHER), 3)](
+                k, v, keys, values, seen_B, ring_BHw, bases, *given[:2], *given[6:11], projected,
+                B, H, M, total, window,
+                D=D, V=V, DUE=due, LAYOUT=size_H is not None, A=sizes["A"],
+                BLOCK_B=TOGETHER, BLOCK_A=max(16, BLOCK_A), BLOCK_E=max(16, min(64, BLOCK_E)), num_warps=4,
             )  # fmt: skip
-    _attend_and_search[(heads * (searches + splits),)](
-        q, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
-        parts, stats, ranks, marks, notes, priority_of_old,
-        heads, H, M, total, split, splits, searches, sinks, window,
-        **common,
-        BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK, SEARCH=SEARCH,
-        BLOCK_W=min(1024, triton.next_power_of_2(M)), STAGES=STAGES,
-        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
-        num_warps=WARPS if max(D, V) <= 128 else 8,  # a wider head does not fit into the registers of 4
-    )  # fmt: skip
-    if scorers and device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_side(device))
+        _score[(heads * scorers,)](
+            k, v, keys, values, seen_B, valid, ring_BHw, bases, *given, projected, scores,
+            heads, H, M, total, window,
+            **flags, **sizes, UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(CROWD_COLUMNS if crowd else 64, BLOCK_A),
+            BLOCK_E=BLOCK_E, PROJECTED=projects, num_warps=SCORE_WARPS,
+        )  # fmt: skip
+
+    def attend() -> None:
+        _attend_and_search[(heads * (searches + splits),)](
+            q, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
+            parts, stats, ranks, marks, notes, priority_of_old,
+            heads, H, M, total, split, splits, searches, sinks, window,
+            **common,
+            BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_M=BLOCK, SEARCH=SEARCH,
+            BLOCK_W=min(1024, triton.next_power_of_2(M)), STAGES=STAGES,
+            PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+            num_warps=WARPS if max(D, V) <= 128 else 8,  # a wider head does not fit into the registers of 4
+        )  # fmt: skip
+
+    if scorers:
+        _fork(device)
+        for launch in (attend, score) if crowd else (score, attend):
+            with _beside(device) if launch is score else nullcontext():
+                launch()
+        _join(device)
+    else:
+        attend()
     _finish[(heads, G)](
         q, k, v, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
         priority_of_old if fresh is None else fresh, log_gamma_H,

@@ -1,0 +1,3 @@
+from kvpop.ops.rotary.api import split_heads
+
+__all__ = ["split_heads"]
