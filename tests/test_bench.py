@@ -353,7 +353,7 @@ def test_the_command_writes_rows_and_figure_and_goes_on_where_it_stopped(
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (["--policy", "snapkv"], "policy must be one of dense-eager, dense-static, streaming"),
+    (["--policy", "snapkv"], "policy must be one of dense-eager, dense-static, dense, streaming"),
     (["--seen", 31], "seen must be between the budget, 32 tokens, and 536870912, got 31"),
     (["--budget", 9], "a budget of 9 slots cannot hold 2 sinks and a window of 8: needs 10"),
     (["--shape", "gpt"], "shape must be one of qwen3-8b, qwen3-4b, smollm2-135m, tiny, got 'gpt'"),

@@ -22,10 +22,10 @@ from kvpop.attachment import attach, cache_argument, detach
 from kvpop.budget import Budget, dense_bytes
 from kvpop.cache import BoundedCache
 from kvpop.capture import WARM, Captured, Tune, capture, check_tune, compile_layers, plain_layers
-from kvpop.policies import DMS, KVpop, Policy, Streaming
+from kvpop.policies import DMS, Dense, KVpop, Policy, Streaming
 from kvpop.projections import fuse, unfuse
 from kvpop.scorers import ConstantScorer
-from kvpop.slots import FAR, PagedSlots, RankedSlots, Slots
+from kvpop.slots import FAR, GrowingSlots, PagedSlots, RankedSlots, Slots
 
 # Shapes: B rows, H KV heads, M slots, K older tokens, D head dim.
 
@@ -44,8 +44,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 DENSE = ("dense-eager", "dense-static")
+"""The caches of transformers; "dense" is our own store of everything, with its kernels."""
 SCORERS = {"kvpop-mlp": "mlp", "kvpop-mlstm": "mlstm", "kvpop-sum": "mlp+mlstm"}
-POLICIES = (*DENSE, "streaming", *SCORERS, "dms")
+POLICIES = (*DENSE, "dense", "streaming", *SCORERS, "dms")
 Key = tuple[str, int, int]
 SPREAD = {"keys": 3.0, "values": 1.0, "priority": 1.0}
 """Standard deviation of what stores are filled with: attention to such keys is sharp, so a step that reads others shows."""
@@ -113,6 +114,8 @@ def random_model(shape: str, layers: int | None, dtype: torch.dtype, device: tor
 
 
 def make_policy(name: str, budget: Budget, seen: int) -> Policy:
+    if name == "dense":
+        return Dense()
     if name == "streaming":
         return Streaming(budget)
     if name == "dms":  # without an offset about half of a random scorer's gates close
@@ -151,7 +154,8 @@ def likely_positions(
 def fill_store(store: Slots, seen: int, slots: int, generator: torch.Generator) -> None:
     """Leave a store as ``seen`` tokens a row might have left it, with random keys and values; a ranked one in place.
 
-    A paged store, which has no bound, holds ``slots`` tokens a head on average, from half of that to half as many again.
+    A paged store, which has no bound, holds ``slots`` tokens a head on average, from half of that to half as many again; one of
+    everything gets so many columns.
     """
     with torch.inference_mode(False):
         store.clear()
@@ -170,9 +174,27 @@ def fill_store(store: Slots, seen: int, slots: int, generator: torch.Generator) 
                 held[name].normal_(0.0, SPREAD[name], generator=generator)
             held["seen"].fill_(seen)
             store.replace(held)  # the same tensors: what follows from them is made anew
+        elif isinstance(store, GrowingSlots):
+            _fill_columns(store, seen, slots, generator)
         else:
             raise ValueError(f"{type(store).__name__} cannot be filled: it has neither slots nor pages")
         store.taken.fill_(seen)
+
+
+def _fill_columns(store: GrowingSlots, seen: int, columns: int, generator: torch.Generator) -> None:
+    if store.position.shape[-1] != columns:
+        store.reserve(0)
+        store.clear()  # lets go of what there was
+        for name, x in store.tensors().items():
+            if name != "seen":
+                setattr(store, name, x.new_empty(*x.shape[:2], columns, *x.shape[3:]))
+    held = store.tensors()
+    for name in ("keys", "values"):
+        held[name].normal_(0.0, SPREAD[name], generator=generator)
+    column = torch.arange(columns, device=store.seen.device)
+    held["position"].copy_(column.masked_fill(column >= seen, -1))
+    held["seen"].fill_(seen)
+    store.replace(held)
 
 
 def _fill_pages(store: PagedSlots, seen: int, slots: int, generator: torch.Generator) -> None:
@@ -245,7 +267,8 @@ class Decoding:
         generator = torch.Generator(self.device).manual_seed(seen)
         if isinstance(self.cache, BoundedCache):
             for store in self.cache.stores:
-                fill_store(store, seen, self.slots, generator)
+                slots = seen + self.ahead if isinstance(store, GrowingSlots) else self.slots
+                fill_store(store, seen, slots, generator)
             if self.cache.reserve(self.ahead) and isinstance(self.run, Captured):
                 self.run = capture(self.step)
                 self.fill(seen)

@@ -35,7 +35,7 @@ def decode(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="dense-eager, dense-static, streaming, kvpop-mlp, kvpop-mlstm, kvpop-sum or dms; repeatable (all)."
+            help="dense-eager, dense-static, dense, streaming, kvpop-mlp, kvpop-mlstm, kvpop-sum or dms; repeatable (all)."
         ),
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Rows; repeatable (1, 8, 32).")] = None,

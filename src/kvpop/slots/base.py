@@ -89,12 +89,16 @@ class Slots(ABC):
     def _chunks(self, q: Tensor, k: Tensor, v: Tensor, valid_Bn: Tensor | None, scale: float) -> Tensor:
         n = q.shape[2]
         count_B = torch.full_like(self.seen, n) if valid_Bn is None else valid_Bn.sum(-1)
-        pieces = []
-        for start in range(0, n, self.chunk):
-            part = slice(start, min(start + self.chunk, n))
+        pieces, most = [], self.at_once(q, k, v)
+        for start in range(0, n, most):
+            part = slice(start, min(start + most, n))
             here_B = (count_B - start).clamp(0, part.stop - start)
             pieces.append(self.extend(q[:, :, part], k[:, :, part], v[:, :, part], here_B, scale))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    def at_once(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor) -> int:
+        """How many tokens a row to take in at a time."""
+        return self.chunk
 
     @abstractmethod
     def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:

@@ -37,6 +37,9 @@ from kvpop.slots.journal import Journal, Update
 FUSE = True
 """Whether stores on a GPU take the fused step (``ops.cache_step.fused``)."""
 
+LONG_CHUNK = 4096
+"""Tokens of all rows together that ``extend`` takes in at a time where a kernel attends."""
+
 Attention = Callable[..., tuple[Tensor, Tensor]]
 """Anything with the signature of ``sparse_attention`` with positions."""
 
@@ -240,6 +243,12 @@ class RankedSlots(Slots):
             decay_step=self.decay_step, sinks=b.sinks, window=b.window, due=due, scale=scale,
             valid_B=valid_B, pins_BP2=self.pins, layout=self.layout, impl="triton",
         )  # fmt: skip
+
+    def at_once(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor) -> int:
+        """More where a kernel attends, which writes no logits: most of a chunk's time is that of launches."""
+        if self.attention is not None or chunk_impl(q_BRnD, k_BHnD, v_BHnD) != "triton":
+            return self.chunk
+        return max(self.chunk, LONG_CHUNK // len(q_BRnD))
 
     def extend(self, q_BRnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor, count_B: Tensor, scale: float) -> Tensor:
         """Each new query sees its own retained set: held and new tokens form one sequence of arrivals."""
