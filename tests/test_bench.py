@@ -267,6 +267,22 @@ def test_the_largest_batch_is_found_by_doubling_and_bisecting(limit: int, most: 
     assert all(1 <= batch <= most for batch in tried)
 
 
+@pytest.mark.parametrize("guess", [2, 100, 107, 128, 500])
+@pytest.mark.parametrize(("limit", "most", "best"), [(108, 4096, 108), (1, 4096, 1), (211, 160, 160), (100, 100, 100)])
+def test_the_largest_batch_is_near_a_good_guess(limit: int, most: int, best: int, guess: int) -> None:
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= limit
+
+    assert largest_fit(fits, most, guess) == best
+    assert len(tried) == len(set(tried))
+    assert all(1 <= batch <= most for batch in tried)
+    if limit == 108 and guess in (100, 107):
+        assert len(tried) <= 6
+
+
 def test_tokens_a_second_at_the_largest_batch(model, monkeypatch: pytest.MonkeyPatch) -> None:
     make = Decoding.__init__
 

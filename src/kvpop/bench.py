@@ -437,16 +437,32 @@ def guarded(
     yield from ({"policy": policy, "batch": batch, "seen": seen, "skipped": reason} for seen in lengths[done:])
 
 
-def largest_fit(fits: Callable[[int], bool], most: int) -> int:
-    """The largest batch in [1, most] that fits, by doubling and then bisecting; 0 if not even 1 does."""
-    low, high = 0, 1
+def largest_fit(fits: Callable[[int], bool], most: int, guess: int = 1) -> int:
+    """The largest batch in [1, most] that fits, by doubling and then bisecting; 0 if not even 1 does. From a ``guess`` above 1
+    on it goes up or down by sixteenths instead of doubling."""
+    part = 16 if guess > 1 else 1
+    low, high = 0, min(guess, most)
     while high <= most and fits(high):
-        low, high = high, 2 * high
+        low, high = high, high + max(1, high // part)
+    if low == 0:
+        lower = high
+        while (lower := lower - max(1, lower // part)) > 0 and not fits(lower):
+            high = lower
+        low = lower
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def likely_fit(model: PreTrainedModel, row: dict[str, Any]) -> int:
+    """Rows that should fit into a GPU's memory, by the formula of one row."""
+    if model.device.type != "cuda":
+        return 1
+    weights = weight_bytes(model, read=False)
+    free = 0.98 * torch.cuda.get_device_properties(model.device).total_memory - weights
+    return max(1, int(free / max(1.0, 1e9 * row["formula_gb"] - weights)))
 
 
 def decode_rows(
@@ -476,7 +492,11 @@ def largest_rows(
             (row,) = guarded(model, policy, batch, [seen], how, speed)  # noqa: B023
             return row
 
-        batch = largest_fit(lambda batch: "skipped" not in measured(batch, short), settings.most)
+        def fits(batch: int) -> bool:
+            return "skipped" not in measured(batch, short)
+
+        one = measured(1, short)
+        batch = 0 if "skipped" in one else largest_fit(fits, settings.most, likely_fit(model, one))
         row: dict[str, Any] = {"policy": policy, "batch": 0, "seen": seen, "skipped": "not even one row fits in memory"}
         while batch and "skipped" in (row := measured(batch, settings)):
             batch = batch * 15 // 16
