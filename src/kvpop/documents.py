@@ -105,18 +105,26 @@ class Documents:
         """True if every row is exactly one document without padding: then rows and batch are the same thing."""
         return bool((self.ids_BS == self.ids_BS[:, :1]).all() and (self.ids_BS >= 0).all())
 
-    def __len__(self) -> int:
+    @cached_property
+    def _count(self) -> int:
         return int(self._is_start.sum())
+
+    def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def _index_NL(self) -> Tensor:
+        """Where in its sequence the tokens of each document are; past its length, its last one."""
+        _, start_N, length_N = self._runs
+        offset_L = torch.arange(int(length_N.max()) if len(self) else 0, device=start_N.device)
+        return start_N[:, None] + torch.minimum(offset_L[None], length_N[:, None] - 1)
 
     def to_rows(self, x_BHSX: Tensor) -> Tensor:
         """[B, H, S, ...] to [N, H, L, ...]; what lies past a document's length repeats its last token. Differentiable."""
         if self.is_trivial:
             return x_BHSX
-        batch_N, start_N, length_N = self._runs
-        longest = int(length_N.max()) if len(self) else 0
-        offset_L = torch.arange(longest, device=x_BHSX.device)
-        index_NL = start_N[:, None] + torch.minimum(offset_L[None], length_N[:, None] - 1)
-        return x_BHSX.transpose(1, 2)[batch_N[:, None], index_NL].transpose(1, 2)
+        batch_N = self._runs[0]
+        return x_BHSX.transpose(1, 2)[batch_N[:, None], self._index_NL].transpose(1, 2)
 
     def from_rows(self, x_NHLX: Tensor, fill: float | int) -> Tensor:
         """[N, H, L, ...] back to [B, H, S, ...]; padding gets ``fill``. Differentiable."""
