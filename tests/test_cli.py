@@ -23,6 +23,7 @@ from kvpop import models as base_models
 from kvpop.adapter import changed_weights, save_adapter
 from kvpop.attachment import attach
 from kvpop.cli import app
+from kvpop.cli.distill import fastest
 from kvpop.distill import Trainer
 from kvpop.jobs import retrieval_cells
 from kvpop.measure import RetrievalScores
@@ -577,3 +578,15 @@ def test_generate_takes_a_ratio_dense_layers_and_pins(folder, adapter):
     assert "either --budget or --ratio" in refused("generate", *common, *ratio, "--budget", "20")
     assert "layers are 0 to 1" in refused("generate", *common, "--dense-layers", "3")
     assert call("generate", *on_adapter(folder, adapter, "w3 w4"), "--raw", "--pin-prompt").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "policy", "kernels", "how"),
+    [
+        ("cpu", "kvpop", True, "reference"), ("cuda", "kvpop", True, "triton"), ("cuda", "dms", True, "flex"),
+        ("cuda:1", "streaming", False, "flex"),
+    ],
+)  # fmt: skip
+def test_how_training_attends_by_itself(monkeypatch, place: str, policy: str, kernels: bool, how: str) -> None:
+    monkeypatch.setitem(fastest.__globals__, "HAS_TRITON", kernels)
+    assert fastest(torch.device(place), policy) == how

@@ -14,9 +14,12 @@ from kvpop.budget import Budget
 from kvpop.cli.options import ADAPTER, DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption
 from kvpop.cli.prepare import filters
 from kvpop.jobs import DEFAULT, check_data, load_model, placement, read_adapter, training_stream
+from kvpop.ops import HAS_TRITON
 from kvpop.terminal import ERR, TrainingProgress, print_json
 
 if TYPE_CHECKING:
+    import torch
+
     from kvpop.data import Corpus
     from kvpop.distill import DistillConfig
     from kvpop.policies import Policy
@@ -121,7 +124,9 @@ def distill(
     compute: Annotated[
         str, typer.Option(help="same, or bfloat16 copies of wider weights; auto: bfloat16 on a GPU where the model is trained.")
     ] = "auto",
-    impl: Annotated[str, typer.Option(help="reference, flex or triton (not for DMS); auto: flex on a GPU.")] = "auto",
+    impl: Annotated[
+        str, typer.Option(help="reference, flex or triton; auto: on a GPU triton, flex for DMS and where there is no Triton.")
+    ] = "auto",
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Train a policy for a model: scorers, gates, and if wanted the model. Ctrl-C is safe: the same command goes on from where
@@ -139,7 +144,7 @@ def distill(
         raise ValueError(f"--impl {impl} needs a GPU, this run is on {place}: use reference")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: a run needs a directory")
-    how: Any = ("flex" if place.type == "cuda" else "reference") if impl == "auto" else impl
+    how: Any = fastest(place, policy) if impl == "auto" else impl
     given = {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
     if recipe:
         if strange := sorted(given - set(BESIDE_A_RECIPE)):
@@ -229,6 +234,13 @@ def leading() -> bool:
     import os
 
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def fastest(place: torch.device, policy: str) -> str:
+    """How to attend: FlexAttention has the relaxed gates that DMS trains by."""
+    if place.type != "cuda":
+        return "reference"
+    return "triton" if HAS_TRITON and policy != "dms" else "flex"
 
 
 def started_budget(start: str, params: dict[str, Any], given: set[str]) -> Budget:
