@@ -147,10 +147,11 @@ def scorer_flops(kind: str, head_dim: int, hidden: int = 0) -> dict[str, int]:
         first = 2 * channels * (hidden or round(1.5 * head_dim))
         forward, backward = forward + first, backward + first
     if "mlstm" in kind:
-        half, value = head_dim // 2, head_dim // 2 + 1
+        half = head_dim // 2
         projections = 2 * channels * (3 * half + 2)
-        # Inside a chunk: q k^T and its product with the values; across chunks: what enters the state, and its readout.
-        memory = 2 * MLSTM_CHUNK * (head_dim + value) + 2 * 2 * head_dim * value
+        # Inside a chunk: q k^T and its product with the values; across chunks: what enters the state, its readout, and that of
+        # the sum of weights.
+        memory = 2 * MLSTM_CHUNK * (head_dim + half) + 2 * 2 * head_dim * half + 2 * head_dim
         forward, backward = forward + projections + memory, backward + projections + 2 * memory
     return {"forward": forward, "backward": backward}
 

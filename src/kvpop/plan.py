@@ -210,5 +210,5 @@ def scorer_activation_bytes(kind: str, head_dim: int, hidden: int = 0) -> int:
     if "mlp" in kind.split("+"):
         floats += 2 * (hidden or round(1.5 * head_dim))
     if "mlstm" in kind:  # fitted: projections and features, states at the starts of chunks, weights inside them
-        floats += 11 * head_dim + 2 * head_dim * (head_dim // 2 + 1) // 64 + 202
+        floats += 17 * head_dim // 2 + head_dim * (head_dim + 2) // 64 + 202
     return 4 * floats
