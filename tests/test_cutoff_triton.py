@@ -190,3 +190,11 @@ def test_the_host_waits_for_nothing() -> None:
         expiry(x, Budget(4, 64, 90), "triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_triton
+def test_ranks_in_another_layout() -> None:
+    x = torch.stack([torch.randperm(9) for _ in range(5)]).to(DEVICE)
+    (expected,) = running_cutoffs(x, [3], "parallel")
+    (found,) = running_cutoffs(x.t().contiguous().t(), [3], "triton")
+    assert torch.equal(found, expected)

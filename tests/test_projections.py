@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -529,23 +531,77 @@ def test_when_a_layer_runs_as_it_is(model, monkeypatch) -> None:
     close(logits(model, rows=1, length=1), logits(plain, rows=1, length=1))
 
 
+class Doubled(nn.Module):
+    """In place of a module, or a hook of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.module(x)
+
+
+def replaced(owner: str, name: str) -> Callable[[Any], None]:
+    def change(layer: Any) -> None:
+        parent = getattr(layer, owner)
+        setattr(parent, name, Doubled(getattr(parent, name)))
+
+    return change
+
+
+def hooked(owner: str, name: str = "", before: bool = False) -> Callable[[Any], None]:
+    def change(layer: Any) -> None:
+        module = getattr(getattr(layer, owner), name) if name else getattr(layer, owner)
+        if before:
+            module.register_forward_pre_hook(lambda _, x: (2 * x[0],))
+        else:
+            module.register_forward_hook(lambda _, __, y: (2 * y[0], *y[1:]) if isinstance(y, tuple) else 2 * y)
+
+    return change
+
+
+def other_norm(layer: Any) -> None:
+    layer.self_attn.q_norm = nn.Identity()
+
+
+CHANGES = {
+    **{f"{name} replaced": replaced("self_attn", name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    **{f"{name} replaced": replaced("mlp", name) for name in ("gate_proj", "up_proj", "down_proj")},
+    "attention hooked": hooked("self_attn"), "o_proj hooked": hooked("self_attn", "o_proj"),
+    "v_proj hooked": hooked("self_attn", "v_proj", before=True), "act hooked": hooked("mlp", "act_fn"),
+    "k_norm hooked": hooked("self_attn", "k_norm"), "no q_norm": other_norm,
+}  # fmt: skip
+
+
 @needs_triton
-def test_a_layer_that_breaks_off_leaves_nothing_behind(model, monkeypatch) -> None:
-    expected = logits(model, rows=1, length=1)
-    take_the_kernel(monkeypatch)
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_in_a_fused_layer_is_heeded(name: str, monkeypatch) -> None:
+    model, change = family_model("Qwen3" if "norm" in name else "Llama", dtype=torch.float32), CHANGES[name]
+    plain = copy.deepcopy(model)
+    take_the_kernel(monkeypatch, 22)
     fuse(model)
-    attention = model.model.layers[1].self_attn
+    before = logits(model)
+    for m in (model, plain):
+        change(m.model.layers[0])
+    expected = logits(plain)
+    assert not torch.allclose(expected, before, atol=1e-3)
+    close(logits(model), expected)
 
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("broken")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(attention, "forward", broken)
-        with pytest.raises(RuntimeError, match="broken"):
-            logits(model, rows=1, length=1)
-    groups = [attention.q_proj.group, attention.o_proj.group]
-    assert [(g.norm, g.residual) for g in groups] == [(None, None)] * 2
-    close(logits(model, rows=1, length=1), expected)
+@needs_triton
+def test_dropout_while_training(monkeypatch) -> None:
+    model = family_model("Llama", dtype=torch.float32).train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    found = []
+    for fuses in (False, True):
+        if fuses:
+            take_the_kernel(monkeypatch, 22)
+            fuse(model)
+        torch.manual_seed(0)
+        found.append(logits(model))
+    close(*found)
 
 
 @needs_triton

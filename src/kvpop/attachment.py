@@ -6,7 +6,6 @@ One attention function and one mask function are registered with transformers on
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -20,6 +19,7 @@ from kvpop.architecture import CHILD, attached_policies, attention_kinds, attent
 from kvpop.cache import IMPLEMENTATION
 from kvpop.documents import Documents
 from kvpop.generation import HOOKS, generation_hooks
+from kvpop.ops import device_of
 from kvpop.policies import LayerPolicy, LayerShape, Policy, SequencePass
 from kvpop.policies.base import HANDOVER
 from kvpop.policies.window import WindowLayer
@@ -69,7 +69,7 @@ def attention(
             raise ValueError(
                 "packed documents and observers are for cache-free passes: call the model with use_cache=False"
             )
-        with _device_of(query):
+        with device_of(query):
             out = given.slots.attend(query, key, value, attention_mask, scale)
     else:
         if key.shape[2] != query.shape[2]:
@@ -80,14 +80,9 @@ def attention(
         if kvpop is None:
             kvpop = SequencePass(_documents(query, attention_mask, kwargs.get("position_ids")))
         attend = policy.attend_densely if kvpop.dense else policy.attend_sequence
-        with _device_of(query):
+        with device_of(query):
             out = attend(query, key, value, scale, kvpop)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """The device of x is the current one: that is where Triton launches, and a model may be spread over several."""
-    return torch.cuda.device(x.device) if x.is_cuda and not torch.compiler.is_compiling() else nullcontext()
 
 
 def _documents(query: Tensor, valid_BS: Tensor | None, position_ids: Tensor | None) -> Documents:

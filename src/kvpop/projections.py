@@ -54,10 +54,6 @@ class Group:
 
     weight_FE: Tensor | None
     bias_F: Tensor | None
-    norm: Norm | None = None
-    """While a layer's ``step`` runs: the norm that its input has not been through."""
-    residual: Tensor | None = None
-    """While a layer's ``step`` runs: what is added to its output."""
     arrived: Tensor | None
     """What the kernel counts with: of this group alone, whose products come one after the other."""
     stash: tuple[Tensor, list[int] | None, tuple[Tensor, ...]] | None
@@ -76,7 +72,7 @@ class Group:
             module.group, module.part = self, part
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | dict.fromkeys(("weight_FE", "bias_F", "norm", "residual", "arrived", "stash"))
+        return vars(self) | dict.fromkeys(("weight_FE", "bias_F", "arrived", "stash"))
 
     def parameters(self) -> list[Tensor]:
         return [p for module in self.modules for p in module._parameters.values() if p is not None]
@@ -110,15 +106,13 @@ class FusedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         group, traced = self.group, torch.compiler.is_compiling()
-        around: dict[str, Any] = {"norm": group.norm, "residual_O": group.residual}
         together = group.weight_FE is not None and not torch.is_grad_enabled() and type(self) is FusedLinear
         state = None if traced or not together else group.state(input)
         if not together or (state is None and not traced):
-            return linear(input, self.weight, self.bias, **around)
+            return linear(input, self.weight, self.bias)
         if self.part == 0:
             impl = _impl(input, self.weight)
-            around["arrived"] = group.arrived
-            product = linear(input, group.weight_FE, group.bias_F, **around, impl=impl)  # type: ignore[arg-type]
+            product = linear(input, group.weight_FE, group.bias_F, arrived=group.arrived, impl=impl)  # type: ignore[arg-type]
             if len(group.sizes) == 1:
                 return product
             outputs = product.split(group.sizes, -1)
@@ -126,7 +120,7 @@ class FusedLinear(nn.Linear):
             return outputs[0]
         stash = group.stash
         if stash is None or stash[0] is not input or stash[1] != state:
-            return linear(input, self.weight, self.bias, **around)
+            return linear(input, self.weight, self.bias)
         if self.part == len(group.sizes) - 1:
             group.stash = None
         return stash[2][self.part]
@@ -154,7 +148,8 @@ def fuse(model: PreTrainedModel) -> int:
     differ in dtype, device, input features or in having a bias, and parameters that are tied, sharded or on the meta device.
     A group's weights move once, into one tensor; its old ones are let go of before the next group's are made. Fuse before
     anything is captured that reads them. Values may change in place meanwhile; a parameter that is moved or replaced ends its
-    group. Layers that are compiled already do not see data given to it anew (``p.data = x``): unfuse first.
+    group. Layers that are compiled already do not see data given to it anew (``p.data = x``): unfuse first. What was captured
+    of one fused model is not for several streams at the same time: its products count with the same counters.
     """
     settle(model)
     # Tied modules and parameters count twice, and so do tensors of one storage.
@@ -178,33 +173,13 @@ def fuse(model: PreTrainedModel) -> int:
 
 def step(layer: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
     """A decoder layer whose products take in what stands around them, for few rows; else the layer's own forward pass."""
-    few = not args and not torch.is_grad_enabled() and _impl(hidden_states, layer.mlp.gate_proj.weight) == "triton"
-    if not few or not _whole(layer):
+    few = not args and not layer.training and not torch.is_grad_enabled() and _whole(layer)
+    if not few or _impl(hidden_states, layer.mlp.gate_proj.weight) != "triton":
         return type(layer).forward(layer, hidden_states, *args, **options)
-    attention, up, down = layer.self_attn, layer.mlp.gate_proj.group, layer.mlp.down_proj.group
-    reads, writes = attention.q_proj.group, attention.o_proj.group
-    if _attends(attention):
-        hidden_states = _attended(layer, hidden_states, **options)
-    else:
-        reads.norm, writes.residual = _norm(layer.input_layernorm), hidden_states
-        try:
-            hidden_states, _ = attention(hidden_states=hidden_states, **options)
-        finally:
-            reads.norm = writes.residual = None
-    norm = _norm(layer.post_attention_layernorm)
-    active = _of(up, hidden_states, norm=norm, gated=True)
+    up, down = layer.mlp.gate_proj.group, layer.mlp.down_proj.group
+    hidden_states = _attended(layer, hidden_states, **options)
+    active = _of(up, hidden_states, norm=_norm(layer.post_attention_layernorm), gated=True)
     return _of(down, active, residual_O=hidden_states)
-
-
-def _attends(attention: Any) -> bool:
-    """Whether an attention module does what ``_attended`` does: of a known kind, by a function whose mask says all about it."""
-    modules = [attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    modules += [norm for norm in (getattr(attention, name, None) for name in NORMS) if norm is not None]
-    return (
-        type(attention).__name__ in ATTENTION
-        and attention.config._attn_implementation in ("sdpa", IMPLEMENTATION)
-        and not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in modules)
-    )
 
 
 def _attended(
@@ -250,27 +225,32 @@ def _norm(module: Any) -> Norm:
 
 def _steps(layer: Any) -> bool:
     """Whether a layer is of a known kind, with all its groups."""
-    if type(layer).__name__ not in LAYERS or "forward" in vars(layer):
+    known = type(layer).__name__ in LAYERS and type(getattr(layer, "self_attn", None)).__name__ in ATTENTION
+    if not known or "forward" in vars(layer):
         return False
-    norms, act = (layer.input_layernorm, layer.post_attention_layernorm), layer.mlp.act_fn
-    if "silu" not in type(act).__name__.lower() or not all(hasattr(norm, "variance_epsilon") for norm in norms):
-        return False
-    return _whole(layer)
+    return "silu" in type(layer.mlp.act_fn).__name__.lower() and _whole(layer)
 
 
 def _whole(layer: Any) -> bool:
-    """Whether nothing has come between the parts of a layer: groups that are one tensor, no hooks on what is passed over."""
+    """Whether nothing has come between or in place of the parts of a layer, and its attention function is one whose mask says
+    all about it."""
     attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
+    if attention.config._attn_implementation not in ("sdpa", IMPLEMENTATION):
+        return False
+    reads, inner = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    projections = (*reads, attention.o_proj, *inner, mlp.down_proj)
     if any(type(module) is not FusedLinear or module.group.weight_FE is None for module in projections):
+        return False
+    if reads[0].group.modules != reads or inner[0].group.modules != inner:
         return False
     if not torch.compiler.is_compiling() and not all(module.group.intact() for module in projections):
         return False
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    passed = (*norms, mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if any("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks for module in passed):
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [norm for norm in (getattr(attention, name, None) for name in NORMS) if norm is not None]
+    if any(not hasattr(norm, "variance_epsilon") or norm.weight.dtype != mlp.gate_proj.weight.dtype for norm in norms):
         return False
-    return all(norm.weight.dtype == mlp.gate_proj.weight.dtype for norm in norms)
+    passed = (*norms, attention, mlp, mlp.act_fn, *projections)
+    return not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in passed)
 
 
 def _alone(module: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpop.budget import Budget
-from kvpop.ops import HAS_TRITON, interpreted
+from kvpop.ops import HAS_TRITON, device_of, interpreted
 
 # Shapes: X any leading dimensions (rows, heads), A arrivals, S sequence.
 
@@ -101,7 +101,8 @@ def running_cutoffs(rank_XA: Tensor, ks: Sequence[PerHead], impl: Impl = "parall
         if not rank_XA.numel():
             return [rank_XA.clone() for _ in asked]
         unlike = list(dict.fromkeys(asked))
-        cutoffs = kernels.running_cutoffs(rank_XA.reshape(-1, A), [_on_device(k, rank_XA) for k in unlike])
+        with device_of(rank_XA):
+            cutoffs = kernels.running_cutoffs(rank_XA.reshape(-1, A), [_on_device(k, rank_XA) for k in unlike])
         by_k = dict(zip(unlike, cutoffs))
         return [by_k[k].view(rank_XA.shape) for k in asked]
     proper = list(dict.fromkeys(k for k in asked if (A > 0 if isinstance(k, tuple) else 0 < k < A)))
@@ -229,12 +230,13 @@ def _by_kernel(
         return torch.full(priority_XS.shape, never, dtype=dtype, device=priority_XS.device)
     priority_NS = priority_XS.reshape(-1, S).contiguous()
     pinned_NS = None if pinned_XS is None else pinned_XS.expand_as(priority_XS).reshape(-1, S).contiguous()
-    if kernels.sorts(priority_NS):
-        item_NA = kernels.best_first(priority_NS, pinned_NS, sinks)
-    else:
-        pinned_NA = None if pinned_NS is None else pinned_NS[:, sinks:]
-        item_NA = A - 1 - _order(priority_NS[:, sinks:], pinned_NA).flip(-1)
-    leaves_NS = kernels.departures(item_NA, _on_device(k, priority_XS), A, sinks, window, never, dtype)
+    with device_of(priority_XS):
+        if kernels.sorts(priority_NS):
+            item_NA = kernels.best_first(priority_NS, pinned_NS, sinks)
+        else:
+            pinned_NA = None if pinned_NS is None else pinned_NS[:, sinks:]
+            item_NA = A - 1 - _order(priority_NS[:, sinks:], pinned_NA).flip(-1)
+        leaves_NS = kernels.departures(item_NA, _on_device(k, priority_XS), A, sinks, window, never, dtype)
     return leaves_NS.view(priority_XS.shape)
 
 

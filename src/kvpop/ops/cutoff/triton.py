@@ -262,7 +262,7 @@ def running_cutoffs(rank_NA: Tensor, ks: Sequence[int | Tensor], tiles: Tiles | 
     N, A = rank_NA.shape
     tiles = tiles or _tiles(N)
     tree = _tree(rank_NA.contiguous(), _padded(A, tiles), tiles.build.of(A))
-    return [_answers(tree, None, k, torch.empty_like(rank_NA), A, tiles.ask.of(A)) for k in ks]
+    return [_answers(tree, None, k, rank_NA.new_empty(N, A), A, tiles.ask.of(A)) for k in ks]
 
 
 def best_first(priority_NS: Tensor, pinned_NS: Tensor | None, sinks: int, tiles: Tiles | None = None) -> Tensor:

@@ -70,6 +70,7 @@ def linear(
     ``arrived``: the ``counters`` of these weights, for no two products at a time; without them the kernel makes some.
 
     "triton" rounds once, at the end, and reads the weights once for all rows, of which it takes up to 64; it has no gradient.
+    On a GPU it may read weights while the kernel before it still runs: that must not be one that writes them.
     Raises ValueError for an unknown ``impl``, and from "triton" off a GPU (Triton's interpreter aside), for shapes that do not
     fit, for dtypes that differ or that are not float32, float16 or bfloat16, weights that are not contiguous, and more rows.
     """

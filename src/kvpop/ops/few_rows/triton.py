@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvpop.ops import device_of
+
 # Shapes: R rows of x, E input features, N rows of the weights, O output features.
 
 LARGEST = 64
@@ -198,8 +200,7 @@ def most_tiles(N: int) -> int:
     return triton.cdiv(N, PIECES[0])
 
 
-@torch.library.custom_op("kvpop::few_rows", mutates_args=())
-def product(
+def _launched(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -209,7 +210,6 @@ def product(
     residual: Tensor | None,
     arrived: Tensor | None,
 ) -> Tensor:
-    """See ``api.linear``, of a matrix x; one operation to ``torch.compile``. ``arrived``: zeros before and afterwards."""
     (R, E), N = x.shape, len(weight)
     outputs = N // 2 if gated else N
     y = torch.empty(R, outputs, dtype=x.dtype, device=x.device)
@@ -248,6 +248,22 @@ def product(
         **(options if overlap else {}),
     )  # fmt: skip
     return y
+
+
+@torch.library.custom_op("kvpop::few_rows", mutates_args=())
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    epsilon: float,
+    gated: bool,
+    residual: Tensor | None,
+    arrived: Tensor | None,
+) -> Tensor:
+    """See ``api.linear``, of a matrix x; one operation to ``torch.compile``. ``arrived``: zeros before and afterwards."""
+    with device_of(x):
+        return _launched(x, weight, bias, norm, epsilon, gated, residual, arrived)
 
 
 @product.register_fake

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvpop.ops import device_of
 from kvpop.ops.few_rows.triton import overlaps
 from kvpop.ops.rotary.api import empty_heads
 
@@ -76,12 +77,13 @@ def split(
     if not x.numel():
         return out
     overlap = overlaps(x.device)
-    _split[(B * L, query_heads + 2 * kv_heads)](
-        x, *(x if y is None else y for y in (cos, sin, q_scale, k_scale)), q, k, v, L, q_epsilon, k_epsilon,
-        0 if cos is None or len(cos) < B else L * D,
-        R=query_heads, H=kv_heads, D=D, ROTARY=cos is not None, Q_NORM=q_scale is not None, K_NORM=k_scale is not None,
-        BLOCK_D=triton.next_power_of_2(D), OVERLAP=overlap, num_warps=1, **({"launch_pdl": True} if overlap else {}),
-    )  # fmt: skip
+    with device_of(x):
+        _split[(B * L, query_heads + 2 * kv_heads)](
+            x, *(x if y is None else y for y in (cos, sin, q_scale, k_scale)), q, k, v, L, q_epsilon, k_epsilon,
+            0 if cos is None or len(cos) < B else L * D,
+            R=query_heads, H=kv_heads, D=D, ROTARY=cos is not None, Q_NORM=q_scale is not None, K_NORM=k_scale is not None,
+            BLOCK_D=triton.next_power_of_2(D), OVERLAP=overlap, num_warps=1, **({"launch_pdl": True} if overlap else {}),
+        )  # fmt: skip
     return out
 
 
