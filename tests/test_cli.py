@@ -588,5 +588,5 @@ def test_generate_takes_a_ratio_dense_layers_and_pins(folder, adapter):
     ],
 )  # fmt: skip
 def test_how_training_attends_by_itself(monkeypatch, place: str, policy: str, kernels: bool, how: str) -> None:
-    monkeypatch.setitem(fastest.__globals__, "HAS_TRITON", kernels)
+    monkeypatch.setattr("kvpop.ops.HAS_TRITON", kernels)
     assert fastest(torch.device(place), policy) == how

@@ -14,7 +14,6 @@ from kvpop.budget import Budget
 from kvpop.cli.options import ADAPTER, DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption
 from kvpop.cli.prepare import filters
 from kvpop.jobs import DEFAULT, check_data, load_model, placement, read_adapter, training_stream
-from kvpop.ops import HAS_TRITON
 from kvpop.terminal import ERR, TrainingProgress, print_json
 
 if TYPE_CHECKING:
@@ -238,6 +237,8 @@ def leading() -> bool:
 
 def fastest(place: torch.device, policy: str) -> str:
     """How to attend: FlexAttention has the relaxed gates that DMS trains by."""
+    from kvpop.ops import HAS_TRITON
+
     if place.type != "cuda":
         return "reference"
     return "triton" if HAS_TRITON and policy != "dms" else "flex"
