@@ -400,7 +400,7 @@ def test_data_given_anew_before_layers_are_compiled_is_what_they_compute_with(mo
     for p in model.parameters():
         p.data = p.data * 1.0
     for layer in model.model.layers:  # as compile_layers has it, on a CPU
-        capture.settle(model)
+        projections.settle(model)
         layer.compile(backend="eager", dynamic=False)
     close(logits(model), expected)
     plain_layers(model)

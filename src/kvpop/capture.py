@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpop.projections import fuse, is_fused, settle, unfuse
+from kvpop import projections
 
 WARM = 3
 """Steps before a capture: what compiles, allocates or tunes itself does so in these."""
@@ -58,23 +58,19 @@ def capture(step: Callable[[], Tensor]) -> Captured:
 def compiled_layers(model: PreTrainedModel, *, tune: Tune = "none", fused: bool = False) -> Iterator[None]:
     """Decoder layers are compiled, each by itself, for the calls inside; with ``fused`` projections, which stay fused if they
     were before. What is captured inside may be replayed afterwards."""
-    mine = fused and not is_fused(model)
     try:
         compile_layers(model, tune)
-        if fused:
-            fuse(model)
-        yield
+        with projections.fused(model) if fused else nullcontext():
+            yield
     finally:
         plain_layers(model)
-        if mine:
-            unfuse(model)
 
 
 def compile_layers(model: PreTrainedModel, tune: Tune = "none") -> None:
     """Compile each decoder layer by itself, and the norm behind them, for all calls until ``plain_layers``. ``tune``: how much
     time that may take (``TUNES``). Raises ValueError for a way that there is not."""
     check_tune(tune)
-    settle(model)
+    projections.settle(model)
     parts = _parts(model)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(parts))
     for part in parts:

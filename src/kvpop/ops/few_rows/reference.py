@@ -7,6 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def rms_norm(x_E: Tensor, norm: tuple[Tensor, float]) -> Tensor:
+    """g * x / sqrt(mean(x^2) + epsilon), the quotient rounded to the dtype of x first."""
+    wide = x_E.to(torch.promote_types(x_E.dtype, torch.float32))
+    return norm[0] * (wide * (wide.square().mean(-1, keepdim=True) + norm[1]).rsqrt()).to(x_E.dtype)
+
+
 def linear(
     x_E: Tensor,
     weight_NE: Tensor,
@@ -17,8 +23,7 @@ def linear(
 ) -> Tensor:
     """See ``api.linear``."""
     if norm is not None:
-        wide = x_E.to(torch.promote_types(x_E.dtype, torch.float32))
-        x_E = norm[0] * (wide * (wide.square().mean(-1, keepdim=True) + norm[1]).rsqrt()).to(x_E.dtype)
+        x_E = rms_norm(x_E, norm)
     y = F.linear(x_E, weight_NE, bias_N)
     if gated:
         gate, up = y.chunk(2, -1)

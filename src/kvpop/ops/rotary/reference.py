@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Shapes: B rows, L tokens, D head dim, F all heads' channels, X leading dimensions.
+from kvpop.ops.few_rows.reference import rms_norm
+
+# Shapes: B rows, L tokens, D head dim, F all heads' channels.
 
 
 def split_heads(
@@ -19,15 +21,9 @@ def split_heads(
     """See ``api.split_heads``."""
     sizes = [query_heads, kv_heads, kv_heads]
     q, k, v = x_BLF.unflatten(-1, (sum(sizes), -1)).transpose(1, 2).split(sizes, dim=1)
-    q, k = (_rotated(_normed(y, norm), rotary) for y, norm in ((q, q_norm), (k, k_norm)))
+    q, k = (y if norm is None else rms_norm(y, norm) for y, norm in ((q, q_norm), (k, k_norm)))
+    q, k = (_rotated(y, rotary) for y in (q, k))
     return q, k, v
-
-
-def _normed(x_XD: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
-    if norm is None:
-        return x_XD
-    wide = x_XD.to(torch.promote_types(x_XD.dtype, torch.float32))
-    return norm[0] * (wide * (wide.square().mean(-1, keepdim=True) + norm[1]).rsqrt()).to(x_XD.dtype)
 
 
 def _rotated(x_BHLD: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from kvpop.ops.cache_step.api import Layout
 from kvpop.ops.cache_step.fused import Weights
 from kvpop.ops.cache_step.triton import _absorb, _highest, _merged
-from kvpop.ops.few_rows.triton import overlaps
+from kvpop.ops.few_rows.triton import _silu, overlaps
 from kvpop.ops.mlstm.api import SMALLEST_NORMALISER
 
 # Shapes: B rows, H KV heads, G query heads per KV head, M slots, D key dim, V value dim, E = D + V, P pinned spans, S splits,
@@ -110,11 +110,6 @@ def _softmax(x, inside):
     x = tl.where(inside, x, float("-inf"))
     weight = tl.exp(x - tl.max(x, 0))
     return weight / tl.sum(weight, 0)
-
-
-@triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
