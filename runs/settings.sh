@@ -6,11 +6,12 @@
 #   GPUS=8, GPU_MEMORY=141            processes of training and of rollouts (default 1); GB of one GPU (kvpop plan: 80)
 #   OUT=out/runs                      where everything goes
 #   SEED=0                            of training and of held-out prompts; rollouts have seeds of their own
+#   STEPS=100                         of training, where it has no recipe (smollm2: 200, scorers alone 300)
 #   WORKERS=4                         processes that run and grade code
 #   TASKS="a b", BUDGETS="a b", METHODS="a b", ITEMS=n   other ones than below
 #   TASK_FILES=DIR                    DIR/TASK.* in place of the hub's file, as in DIR/aime-2024.jsonl
 #   NAME, DATA, CORPUS                another model directory, training source, prepared corpus
-#   DENSE_ROWS=8                      rollouts of the dense model at a time (Qwen3: 8, or 16 with GPU_MEMORY from 140 on)
+#   ROWS=32, DENSE_ROWS=8             rollouts at a time, and of the dense model (Qwen3: 8, or 16 with GPU_MEMORY from 140 on)
 #   GRAPH=0                           on a GPU: decoding steps launched one by one, not as one CUDA graph
 #   KVPOP="python -m kvpop"           how to call the command line (default: kvpop)
 #
@@ -39,7 +40,7 @@ numbers() {
     [[ $value =~ ^[1-9][0-9]*$ ]] || { echo "error: $name must be a number above 0, got $value" >&2; exit 2; }
   done
 }
-for word in GPUS GPU_MEMORY DENSE_ROWS ITEMS; do numbers "$word" "${!word:-1}"; done
+for word in GPUS GPU_MEMORY DENSE_ROWS ROWS STEPS ITEMS; do numbers "$word" "${!word:-1}"; done
 
 # The first slots are 75 %, the second 88 % below CONTEXT. RECIPE: the paper's run, for the methods that have one.
 # STATE: slots that the bytes of a recurrent scorer are worth (recipes take them off by themselves).
@@ -58,11 +59,11 @@ case $MODEL in
     : "${BUDGETS:=4096 2048}"
     : "${TASKS_1:=${TASKS:-aime-2024 aime-2025 hmmt-feb-2025 hmmt-nov-2025}}"
     : "${TASKS_2:=${TASKS:-gpqa-diamond livecodebench-v6}}"
-    TRAIN=(--mode full --steps 2000 --sequence-length 16384 --batch-size "$GPUS" --accumulate $((128 / GPUS)) --lr 1e-3
+    TRAIN=(--mode full --steps "${STEPS:-2000}" --sequence-length 16384 --batch-size "$GPUS" --accumulate $((128 / GPUS)) --lr 1e-3
       --base-lr 8e-5 --retrieval-share 0 --dtype bfloat16 --compute same --checkpointing --checkpoint-every 10)
     SHAPE=$MODEL SEEN=(16384 32768 65536 131072)
     # A dense row of 32,768 tokens has 4.8 GB, and all rows are as long as the longest.
-    ROWS=32 DENSE_ROWS=${DENSE_ROWS:-$((${GPU_MEMORY:-80} < 140 ? 8 : 16))} TEXTS=8 PASSKEYS=4 NEEDLES=4
+    ROWS=${ROWS:-32} DENSE_ROWS=${DENSE_ROWS:-$((${GPU_MEMORY:-80} < 140 ? 8 : 16))} TEXTS=8 PASSKEYS=4 NEEDLES=4
     ;;
   smollm2)
     NAME=${NAME:-smollm2} DATA=${DATA:-champ} TEST=${TEST:-champ:test}
@@ -72,17 +73,17 @@ case $MODEL in
       : "${TASKS_1:=${TASKS:-passkey:2048 passkey:4096 ruler:niah-multi-key:2048 ruler:niah-multi-key:4096}}"
       : "${TASKS_2:=${TASKS:-reasoning:needle_haystack:min_num_statements=150:max_num_statements=250}}"
       SAMPLED=(--items 25 --rollouts 16 --max-new-tokens 256) # about 2,000 tokens a prompt; a small model says little
-      TRAIN=(--mode full --steps 200 --sequence-length 4096 --batch-size 4 --retrieval-share 0.3)
-      ALONE=(--mode scorer --steps 300 --inner-updates 2 --lr 2e-3)
-      SEEN=(2048 8192 32768) ROWS=16 TEXTS=40 PASSKEYS=8 NEEDLES=16
+      TRAIN=(--mode full --steps "${STEPS:-200}" --sequence-length 4096 --batch-size 4 --retrieval-share 0.3)
+      ALONE=(--mode scorer --steps "${STEPS:-300}" --inner-updates 2 --lr 2e-3)
+      SEEN=(2048 8192 32768) ROWS=${ROWS:-32} TEXTS=40 PASSKEYS=8 NEEDLES=16
     else
       CONTEXT=512 SINKS=4 WINDOW=32 STATE=17 ITEMS=${ITEMS:-2}
       : "${BUDGETS:=128}"
       : "${TASKS_1:=${TASKS:-passkey:512}}"
       : "${TASKS_2:=${TASKS:-ruler:niah-multi-key:512}}"
-      TRAIN=(--mode full --steps 2 --sequence-length 256 --batch-size 1 --retrieval-share 0)
-      ALONE=(--mode scorer --steps 2)
-      SEEN=(256 512) ROWS=2 TEXTS=2 PASSKEYS=1 NEEDLES=1
+      TRAIN=(--mode full --steps "${STEPS:-2}" --sequence-length 256 --batch-size 1 --retrieval-share 0)
+      ALONE=(--mode scorer --steps "${STEPS:-2}")
+      SEEN=(256 512) ROWS=${ROWS:-2} TEXTS=2 PASSKEYS=1 NEEDLES=1
     fi
     SHAPE=smollm2-135m
     : "${METHODS:=dense streaming tova streaming-plus dms kvpop-mlp kvpop kvpop-by-head}"

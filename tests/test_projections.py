@@ -634,6 +634,9 @@ def test_under_autocast_it_is_the_plain_product(model, monkeypatch) -> None:
 def test_decoding_on_a_gpu_is_the_same_up_to_rounding(family: str, rows: int) -> None:
     model = family_model(family, dtype=torch.bfloat16).to("cuda")
     attach(model, KVpop(Budget(1, 2, 2), "mlp+mlstm"))
+    for name, p in model.named_parameters():  # untrained scores are closer to each other than bfloat16 can tell
+        if name.endswith(("w2_HM", "a_HA")):
+            p.data.zero_()
     ids, caches = text(rows, 12).to("cuda"), [BoundedCache(model), BoundedCache(model)]
     given = [dict(position_ids=torch.full((rows, 1), t, device="cuda")) for t in range(12)]
     expected = [feed(model, caches[0], ids[:, t : t + 1], **given[t]) for t in range(12)]
@@ -641,3 +644,5 @@ def test_decoding_on_a_gpu_is_the_same_up_to_rounding(family: str, rows: int) ->
     for t, logits_BV in enumerate(expected):
         found = feed(model, caches[1], ids[:, t : t + 1], **given[t])
         torch.testing.assert_close(found, logits_BV, rtol=0.05, atol=0.05 * float(logits_BV.abs().max()))
+    for plain, fast in zip(caches[0].stores, caches[1].stores):
+        assert torch.equal(plain.position, fast.position)

@@ -274,6 +274,7 @@ def backward_keys(
     full = tl.maximum(tl.min(tl.where(inside, stop, S), 0) // BLOCK_Q - begin - before, 0)
     summed_k = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     summed_v = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    total_k, total_v = summed_k, summed_v
     for part in range(0, G // HEADS):
         heads = head * (G // HEADS) + part
         for i in range(0, full):
@@ -287,5 +288,12 @@ def backward_keys(
                 key, value, t, stop, summed_k, summed_v, q, dout, lse, delta, heads, block,
                 S, scale_log2, HEADS, D, V, BLOCK_D, BLOCK_V, BLOCK_Q, PRECISION, True,
             )  # fmt: skip
+        if PRECISION == "ieee":  # float32: a sum for each head, or rounding grows with the queries of all of them
+            total_k += summed_k
+            total_v += summed_v
+            summed_k = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+            summed_v = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if PRECISION == "ieee":
+        summed_k, summed_v = total_k, total_v
     _store_rows(dk, head * S + t, summed_k * scale, inside, D, BLOCK_D)
     _store_rows(dv, head * S + t, summed_v, inside, V, BLOCK_V)
