@@ -107,7 +107,9 @@ def check(shape: tuple, expiry: Tensor, live: int | None = None) -> None:
     assert (actual["out"][actual["lse"].isneginf()] == 0).all()
     # Weights are made again from the LSE: what is rounded is an exponent of up to log2(e) |LSE|, where eager kept the weights.
     finite = exact["lse"][~exact["lse"].isinf()].abs()
-    exponent = 3 * 2**-24 * math.log2(math.e) * float(finite.max()) if dtype == torch.float32 and finite.numel() else 0.0
+    exponent = (
+        3 * 2**-24 * math.log2(math.e) * float(finite.max()) if dtype == torch.float32 and finite.numel() else 0.0
+    )
     for name, expected in exact.items():
         no_further(actual[name], eager[name], expected, name, exponent if name[0] == "d" else 0.0)
 
