@@ -21,7 +21,8 @@ for budget in "${BUDGETS[@]}"; do
   for method in "${METHODS[@]}"; do
     ! trained "$method" || adapters+=(--adapter "$(adapter "$method" "$budget")")
   done
-  once "$WORK/held-out-$budget.done" kvpop_ eval --model "$NAME" "${more[@]}" "${adapters[@]}" --sinks "$SINKS" \
+  aside once "$WORK/held-out-$budget.done" kvpop_ eval --model "$NAME" "${more[@]}" "${adapters[@]}" --sinks "$SINKS" \
     --window "$WINDOW" --data "$TEST" --texts "$TEXTS" --length "$CONTEXT" --passkey "$PASSKEYS" --needle "$NEEDLES" \
     --seed "$SEED" --out "$WORK/held-out-$budget.json"
 done
+together

@@ -12,6 +12,7 @@
 #   TASK_FILES=DIR                    DIR/TASK.* in place of the hub's file, as in DIR/aime-2024.jsonl
 #   NAME, DATA, CORPUS                another model directory, training source, prepared corpus
 #   ROWS=32, DENSE_ROWS=8             rollouts at a time, and of the dense model (Qwen3: 8, or 16 with GPU_MEMORY from 140 on)
+#   JOBS=3                            commands at a time that need nothing of each other, where one leaves a large GPU idle
 #   GRAPH=0                           on a GPU: decoding steps launched one by one, not as one CUDA graph
 #   KVPOP="python -m kvpop"           how to call the command line (default: kvpop)
 #
@@ -27,7 +28,7 @@ for word in "$@"; do
   esac
 done
 export QUICK
-DRY_RUN=${DRY_RUN:-} GPUS=${GPUS:-1} OUT=${OUT:-out/runs} SEED=${SEED:-0} GRAPH=${GRAPH:-}
+DRY_RUN=${DRY_RUN:-} GPUS=${GPUS:-1} JOBS=${JOBS:-1} OUT=${OUT:-out/runs} SEED=${SEED:-0} GRAPH=${GRAPH:-}
 read -ra KVPOP <<<"${KVPOP:-kvpop}"
 MODEL=${MODEL:-smollm2}
 [[ -z $QUICK ]] || MODEL=smollm2
@@ -40,7 +41,8 @@ numbers() {
     [[ $value =~ ^[1-9][0-9]*$ ]] || { echo "error: $name must be a number above 0, got $value" >&2; exit 2; }
   done
 }
-for word in GPUS GPU_MEMORY DENSE_ROWS ROWS STEPS ITEMS; do numbers "$word" "${!word:-1}"; done
+for word in GPUS GPU_MEMORY DENSE_ROWS ROWS STEPS ITEMS JOBS; do numbers "$word" "${!word:-1}"; done
+((GPUS == 1 || JOBS == 1)) || { echo "error: JOBS must be 1 on several GPUS, got $JOBS on $GPUS" >&2; exit 2; }
 
 # The first slots are 75 %, the second 88 % below CONTEXT. RECIPE: the paper's run, for the methods that have one.
 # STATE: slots that the bytes of a recurrent scorer are worth (recipes take them off by themselves).
@@ -72,10 +74,10 @@ case $MODEL in
       : "${BUDGETS:=1024 512}"
       : "${TASKS_1:=${TASKS:-passkey:2048 passkey:4096 ruler:niah-multi-key:2048 ruler:niah-multi-key:4096}}"
       : "${TASKS_2:=${TASKS:-reasoning:needle_haystack:min_num_statements=150:max_num_statements=250}}"
-      SAMPLED=(--items 25 --rollouts 16 --max-new-tokens 256) # about 2,000 tokens a prompt; a small model says little
-      TRAIN=(--mode full --steps "${STEPS:-200}" --sequence-length 4096 --batch-size 4 --retrieval-share 0.3)
-      ALONE=(--mode scorer --steps "${STEPS:-300}" --inner-updates 2 --lr 2e-3)
-      SEEN=(2048 8192 32768) ROWS=${ROWS:-32} TEXTS=40 PASSKEYS=8 NEEDLES=16
+      SAMPLED=(--items 25 --rollouts 16 --max-new-tokens 64) # about 2,000 tokens a prompt; a small model says little
+      TRAIN=(--mode full --steps "${STEPS:-200}" --sequence-length 4096 --batch-size 4 --retrieval-share 0.3 --lr 2e-3)
+      ALONE=(--mode scorer --steps "${STEPS:-300}" --inner-updates 2)
+      SEEN=(2048 8192 32768) ROWS=${ROWS:-50} TEXTS=40 PASSKEYS=8 NEEDLES=16
     else
       CONTEXT=512 SINKS=4 WINDOW=32 STATE=17 ITEMS=${ITEMS:-2}
       : "${BUDGETS:=128}"
@@ -123,6 +125,28 @@ spread() {
   fi
 }
 
+# aside COMMAND...: beside what runs already, JOBS at a time; together: all of it has ended, and well. Ctrl-C reaches all of it.
+aside() {
+  if ((JOBS == 1)) || [[ -n $DRY_RUN ]]; then
+    "$@"
+    return
+  fi
+  while (($(jobs -rp | wc -l) >= JOBS)); do sleep 1; done
+  set -m # a group of its own, which heeds Ctrl-C
+  "$@" </dev/null &
+  set +m
+  ASIDE+=($!)
+}
+ASIDE=()
+trap 'for group in "${ASIDE[@]}"; do kill -INT -- "-$group" 2>/dev/null || true; done; wait; exit 130' INT
+
+together() {
+  local one status=0
+  for one in "${ASIDE[@]}"; do wait "$one" || status=$?; done
+  ASIDE=()
+  return "$status"
+}
+
 # once FILE COMMAND...: unless FILE says that this very command has ended well.
 once() {
   local mark=$1
@@ -154,9 +178,12 @@ ready() {
   for method in "$@"; do
     trained "$method" || continue
     for budget in "${BUDGETS[@]}"; do
-      [[ -z $DRY_RUN && -f $(adapter "$method" "$budget")/kvpop.json ]] || train_one "$method" "$budget"
+      [[ -z $DRY_RUN && -f $(adapter "$method" "$budget")/kvpop.json ]] && continue
+      corpus
+      aside train_one "$method" "$budget"
     done
   done
+  together
 }
 
 # The corpus of models that need one on disk.
@@ -173,7 +200,6 @@ corpus() {
 train_one() {
   local method=$1 budget=$2 out scorer='' more=()
   out=$(adapter "$method" "$budget")
-  corpus
   case $method in
     kvpop) scorer=mlstm ;;
     kvpop-mlp) scorer=mlp ;;
@@ -238,11 +264,12 @@ table() {
       for budget in "${BUDGETS[@]}"; do
         out=$WORK/$name/${task//:/-}/$method-$budget
         [[ $method != dense ]] || out=$WORK/$name/${task//:/-}/dense
-        once "$out/done" roll "$task" "$method" "$budget" "$out" "${ITEMS:-all} items"
+        aside once "$out/done" roll "$task" "$method" "$budget" "$out" "${ITEMS:-all} items"
         [[ $method != dense ]] || break
       done
     done
   done
+  together
   kvpop_ report "$WORK/$name" --context "$CONTEXT" --out "$WORK/$name.md"
   kvpop_ report "$WORK/$name" --context "$CONTEXT" --format latex --out "$WORK/$name.tex"
 }

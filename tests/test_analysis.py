@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from kvpop import models as base_models
 from kvpop.analysis import KINDS, Analysis, kinds_of, quantities
 from kvpop.analysis.data import ARRAYS, HEADER
-from kvpop.analysis.figures import draw, full_from, kind_rows, kinds_age, teacher_recall
+from kvpop.analysis.figures import default_first, draw, full_from, kind_rows, kinds_age, teacher_recall
 from kvpop.analysis.record import analyse, token_strings
 from kvpop.attachment import attach
 from kvpop.budget import Budget
@@ -448,6 +448,25 @@ def test_every_figure_is_drawn(found, tmp_path):
     assert all(is_png(path) for path in paths)
     with pytest.raises(ValueError, match=r"a stretch of 40 tokens must begin in \[0, 40\], got 41"):
         draw(found, tmp_path, first=41, tokens=40)
+
+
+@pytest.mark.parametrize(("text", "stretch"), [(0, 5), (1, 5), (0, 1), (0, 17)])
+def test_the_map_shows_where_heads_are_divided(found, text, stretch):
+    S = len(found.texts[text])
+    behind = S - max(subject.window for subject in found.subjects)
+
+    def divided(first: int) -> float:
+        total = 0.0
+        for traces in found.traces:
+            for t in range(first, first + stretch):
+                holding = [bool(x[t] > S - 1) for layer in traces[text].expiry_LHS for x in layer]
+                total += sum(holding) / len(holding) * (1 - sum(holding) / len(holding))
+        return round(total / len(found.traces), 9)
+
+    best = max(range(behind - stretch + 1), key=lambda first: (divided(first), first))
+    assert divided(best) > 0
+    assert default_first(found, text, stretch) == best
+    assert default_first(found, text, behind + 1) == default_first(found, text, behind) == 0
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ import os
 import random
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -293,3 +295,88 @@ def test_the_quick_path_runs_end_to_end(tiny, tmp_path, monkeypatch) -> None:
     rows = json.loads((out / "held-out-128.json").read_text())["rows"]
     assert {row["policy"] for row in rows} >= {"dense", "streaming", "tova", "dms-128", "kvpop-128"}
     assert len(json.loads((out / "ablations.json").read_text())["rows"]) == 1 + 1 + 4
+
+
+# Stands for kvpop: says when it begins and ends, makes what the scripts look for, fails or goes on for long if it is told to.
+TAKES_TIME = """
+out=$(sed -E 's/.*--out ([^ ]+).*/\\1/' <<<"$*")
+echo "begin $*" >>"$LOG"
+trap 'echo "interrupted $*" >>"$LOG"; exit 130' INT
+for i in {1..5}; do sleep 0.1; done
+[[ -z ${SLOW:-} || $* != *"$SLOW"* ]] || for i in {1..300}; do sleep 0.1; done
+[[ -z ${BAD:-} || $* != *"$BAD"* ]] || { echo "end $*" >>"$LOG"; exit 3; }
+if [[ $1 == distill ]]; then mkdir -p "$out" && touch "$out/kvpop.json"; fi
+echo "end $*" >>"$LOG"
+"""
+
+
+@pytest.fixture
+def slow(tmp_path) -> dict[str, str]:
+    (tmp_path / "slow.sh").write_text(TAKES_TIME)
+    (tmp_path / "log").touch()
+    return {
+        "KVPOP": f"bash {tmp_path / 'slow.sh'}",
+        "LOG": str(tmp_path / "log"),
+        "OUT": str(tmp_path / "out"),
+        "MODEL": "smollm2",
+    }
+
+
+def events(slow: dict[str, str]) -> list[list[str]]:
+    return [line.split(" ", 1) for line in Path(slow["LOG"]).read_text().splitlines()]
+
+
+def test_commands_run_side_by_side_and_what_needs_them_waits(slow):
+    done = script("table-1", TASKS="passkey:512", METHODS="dense kvpop dms", BUDGETS="1024 512", JOBS="3", **slow)
+    assert done.returncode == 0, done.stderr
+    live, most, ended = set(), 0, []
+    for what, command in events(slow):
+        if what == "begin":
+            kind = command.split()[0]
+            assert kind != "tasks" or sum(x.startswith("distill") for x in ended) == 4  # adapters first
+            assert kind != "report" or sum(x.startswith("tasks") for x in ended) == 5  # then rollouts
+            live.add(command)
+            most = max(most, len(live))
+        else:
+            live.remove(command)
+            ended.append(command)
+    assert most == 3
+    assert not live
+    before = len(events(slow))
+    assert (
+        script(
+            "table-1", TASKS="passkey:512", METHODS="dense kvpop dms", BUDGETS="1024 512", JOBS="3", **slow
+        ).returncode
+        == 0
+    )
+    assert [command.split()[0] for what, command in events(slow)[before:] if what == "begin"] == ["report", "report"]
+
+
+def test_one_that_fails_ends_the_script_once_the_others_are_done(slow):
+    done = script(
+        "table-1", TASKS="passkey:512", METHODS="kvpop dms streaming-plus", BUDGETS="1024", JOBS="3", BAD="dms", **slow
+    )
+    assert done.returncode == 3
+    assert sorted(what for what, _ in events(slow)) == ["begin"] * 3 + ["end"] * 3
+
+
+def test_an_interrupt_reaches_all_of_them(slow):
+    words = ["bash", str(RUNS / "train.sh")]
+    settings = dict(METHODS="kvpop dms", BUDGETS="1024", JOBS="2", SLOW="distill") | slow
+    clean = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "TMPDIR")}
+    with subprocess.Popen(
+        words, env=clean | settings, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as run:
+        deadline = time.monotonic() + 20
+        while len(events(slow)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(20) == 130
+    assert sorted(what for what, _ in events(slow)) == ["begin"] * 2 + ["interrupted"] * 2
+
+
+def test_several_commands_on_several_gpus_are_refused():
+    done = script("train", GPUS="2", JOBS="2", DRY_RUN="1")
+    assert done.returncode == 2
+    assert "JOBS must be 1 on several GPUS, got 2 on 2" in done.stderr

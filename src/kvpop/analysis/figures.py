@@ -17,9 +17,19 @@ STRETCH = 112
 
 
 def default_first(analysis: Analysis, text: int = 0, stretch: int = STRETCH) -> int:
-    """Where the last stretch of tokens begins that all have left the window of every policy when the text ends."""
-    window = max(subject.window for subject in analysis.subjects)
-    return max(0, len(analysis.texts[text]) - window - stretch)
+    """Where the stretch of tokens begins about which heads are divided the most when the text ends: the highest mean of
+    s (1 - s) over its tokens and all policies, s being the share of all KV heads that hold a token; of equals the last. All of
+    them have left the window of every policy."""
+    behind = len(analysis.texts[text]) - max(subject.window for subject in analysis.subjects)
+    if behind <= stretch:
+        return max(0, behind - stretch)
+    shares = [
+        quantities.held(traces[text].expiry_LHS, len(analysis.texts[text]) - 1).mean((0, 1))
+        for traces in analysis.traces
+    ]
+    divided = np.mean([share * (1 - share) for share in shares], axis=0)[:behind]
+    sums = np.convolve(divided, np.ones(stretch), "valid").round(9)
+    return int(len(sums) - 1 - sums[::-1].argmax())
 
 
 def full_from(analysis: Analysis) -> int:
@@ -56,9 +66,9 @@ def draw(
 ) -> list[Path]:
     """Write every figure that the data have something for, and return their paths.
 
-    Maps are of the first text when it ends, the stretch of ``tokens`` tokens from ``first`` on (None: the last ones behind the
-    window). All else is over all texts, from the query on at which all budgets are full. ``logs``: the records of two
-    training runs, delayed and immediate. Raises ImportError without matplotlib, ValueError for a stretch outside the text.
+    Maps are of the first text when it ends, the stretch of ``tokens`` tokens from ``first`` on (None: ``default_first``). All
+    else is over all texts, from the query on at which all budgets are full. ``logs``: the records of two training runs, delayed
+    and immediate. Raises ImportError without matplotlib, ValueError for a stretch outside the text.
     """
     try:
         from kvpop.plots import analysis as plots
@@ -66,9 +76,9 @@ def draw(
         raise ImportError("figures need the package matplotlib: pip install 'kvpop[demo]'") from error
     text, layers, heads = analysis.texts[0], analysis.layers, analysis.heads
     S, tokens = len(text), min(tokens, len(text))
-    first = default_first(analysis, stretch=tokens) if first is None else first
-    if tokens < 1 or not 0 <= first <= S - tokens:
+    if tokens < 1 or not (first is None or 0 <= first <= S - tokens):
         raise ValueError(f"a stretch of {tokens} tokens must begin in [0, {S - tokens}], got {first}")
+    first = default_first(analysis, stretch=tokens) if first is None else first
     start, age = full_from(analysis), kinds_age(analysis)
     window = max(subject.window for subject in analysis.subjects)
     subjects = dict(zip((subject.name for subject in analysis.subjects), zip(analysis.subjects, analysis.traces)))

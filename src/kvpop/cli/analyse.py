@@ -61,7 +61,10 @@ def analyse(
     texts: Annotated[int, typer.Option(min=1, help="Documents; kinds of tokens have intervals from 2 on.")] = 1,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens a document at most.")] = 1024,
     min_future: Annotated[int, typer.Option(min=1, help="Queries that are to come where recall is read.")] = 128,
-    first: Annotated[int | None, typer.Option(min=0, help="Where the map with token strings begins (the end).")] = None,
+    first: Annotated[
+        int | None,
+        typer.Option(min=0, help="Where the map with token strings begins (where heads are divided the most)."),
+    ] = None,
     stretch: Annotated[int, typer.Option(min=1, help="Tokens of that map.")] = STRETCH,
     delayed: Annotated[Path | None, typer.Option(help="A training run with delayed scoring, and ...")] = None,
     immediate: Annotated[Path | None, typer.Option(help="... one without, to draw beside each other.")] = None,
