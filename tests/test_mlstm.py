@@ -207,7 +207,7 @@ def test_no_tokens_and_no_rows(impl: str) -> None:
 
 def test_errors_name_the_value_and_the_bound() -> None:
     inputs, state = make_inputs(0, 5, 0.0, torch.float32), init_state(N, H, DK, DV)
-    with pytest.raises(ValueError, match=r"one of chunkwise, quadratic, recurrent, got 'fused'"):
+    with pytest.raises(ValueError, match=r"one of chunkwise, triton, quadratic, recurrent, got 'fused'"):
         mlstm(*inputs, state, impl="fused")
     with pytest.raises(ValueError, match="at least 1 token, got 0"):
         mlstm(*inputs, state, chunk=0)

@@ -10,12 +10,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvpop.ops import HAS_TRITON
 from kvpop.ops.cache_step.fused import MemoryWeights, MLPWeights, Weights
 from kvpop.ops.mlstm import MLSTMState, init_state, mlstm
 
@@ -290,7 +291,7 @@ class MLSTMScorer(Scorer):
             log_f_NHL,
             MLSTMState(*state),
             valid_NL,
-            impl="recurrent" if x_new_NHLE.shape[2] == 1 else "chunkwise",
+            impl="recurrent" if x_new_NHLE.shape[2] == 1 else _sequence_impl(v_NHLA),
         )
         return _dot(F.silu(h_NHLA), self.a_HA, self.b_H), tuple(memory)
 
@@ -362,6 +363,12 @@ _KINDS: dict[str, Callable[..., Scorer]] = {
 
 def _normal(*shape: int, std: float) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) * std)
+
+
+def _sequence_impl(x: Tensor) -> Literal["chunkwise", "triton"]:
+    """Kernels on a GPU, unless a gradient is needed or the computation is wider than they are."""
+    fits = x.is_cuda and x.dtype == torch.float32 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return "triton" if fits and HAS_TRITON else "chunkwise"
 
 
 def _behind(x_NHLX: Tensor, delay: int) -> Tensor:

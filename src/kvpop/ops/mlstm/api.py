@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Shapes: N rows, H KV heads, L tokens, k feature dim of q and k, v value dim, V = v + 1 with the ones column.
 
-Impl = Literal["chunkwise", "quadratic", "recurrent"]
+Impl = Literal["chunkwise", "triton", "quadratic", "recurrent"]
 
 NEVER = -1e30
 """The logarithm of nothing. Finite, since -inf minus -inf is NaN."""
@@ -65,9 +65,10 @@ def mlstm(
         v_NHLv: values, [N, H, L, v].
         log_i_NHL, log_f_NHL: logarithms of the input and the forget gate (nats), [N, H, L]; log_f <= 0.
         state: the memory before the first of these tokens; it is not modified.
-        valid_NL: False on padding, [N, L]. Padding leaves the state bit for bit as it is and reads 0, whatever it
-        holds. impl: "chunkwise" (parallel inside chunks, for sequences), "recurrent" (a loop, for decode), "quadratic"
-            (an L x L matrix, for checks). They differ in rounding only.
+        valid_NL: False on padding, [N, L]. Padding leaves the state bit for bit as it is and reads 0, whatever it holds.
+        impl: "chunkwise" (parallel inside chunks, for sequences), "triton" (the same in kernels, in float32 and without a
+            gradient), "recurrent" (a loop, for decode), "quadratic" (an L x L matrix, for checks). They differ in rounding
+            only.
         chunk: tokens per chunk of the chunkwise form.
 
     Returns:
@@ -75,7 +76,7 @@ def mlstm(
         autocast is off inside.
 
     Raises:
-        ValueError: for shapes that do not fit, an unknown ``impl``, and chunk < 1.
+        ValueError: for shapes that do not fit, an unknown ``impl``, chunk < 1, and what ``impl="triton"`` does not take.
     """
     _validate(q_NHLk, k_NHLk, v_NHLv, log_i_NHL, log_f_NHL, state, valid_NL, impl, chunk)
     dtype = torch.float32
@@ -96,6 +97,10 @@ def mlstm(
             from kvpop.ops.mlstm.chunkwise import chunkwise
 
             numerator_NHLv, normaliser_NHL1, C, m = chunkwise(q, k, v, log_i, log_f, C, m, chunk)
+        elif impl == "triton":
+            from kvpop.ops.mlstm.triton import chunks
+
+            numerator_NHLv, normaliser_NHL1, C, m = chunks(q, k, v, log_i, log_f, C, m)
         else:
             from kvpop.ops.mlstm import reference
 
