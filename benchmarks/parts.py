@@ -21,6 +21,7 @@ from common import PEAK, milliseconds, write
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+import kvpop.scorers as scorers_module
 from kvpop.attachment import attach, cache_argument, detach
 from kvpop.bench import random_model, read_bandwidth
 from kvpop.budget import Budget
@@ -51,8 +52,13 @@ def parts(S: int, budget: Budget, R: int, H: int, D: int) -> dict[str, tuple[Cal
     x = torch.randn(1, H, S, 2 * D, device="cuda", dtype=torch.bfloat16)
     scorers = {kind: build_scorer(kind, H, D).cuda() for kind in ("mlp", "mlstm")}
 
-    def scored(kind: str) -> Callable[[], Tensor]:
-        return torch.no_grad()(lambda: scorers[kind].score_sequence(x, budget.window))
+    def scored(kind: str, kernels: bool = False) -> Callable[[], Tensor]:
+        @torch.no_grad()
+        def score() -> Tensor:
+            scorers_module.KERNELS = kernels
+            return scorers[kind].score_sequence(x, budget.window)
+
+        return score
 
     def products(kind: str) -> float:
         return 2.0 * S * sum(p.numel() for p in scorers[kind].parameters())
@@ -76,6 +82,7 @@ def parts(S: int, budget: Budget, R: int, H: int, D: int) -> dict[str, tuple[Cal
         "key lists and schedule of the Triton kernels": (lists, small + 4 * H * S / 128 * budget.slots, 0),
         "scores of 8 heads, MLP": (scored("mlp"), 2.0 * x.numel(), products("mlp")),
         "scores of 8 heads, mLSTM": (scored("mlstm"), 2.0 * x.numel(), products("mlstm")),
+        "scores of 8 heads, mLSTM, kernels": (scored("mlstm", True), 2.0 * x.numel(), products("mlstm")),
         "future mass, flex": (lambda: future_log_mass(q, k, lse, end, impl="flex", **given), 0, half),
         "future mass, Triton": (lambda: future_log_mass(q, k, lse, end, impl="triton", **given), 0, half),
         "attention still to come every 64 queries, Triton": (
