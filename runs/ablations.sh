@@ -7,10 +7,10 @@
 
 budget=${BUDGETS[0]}
 if [[ -z $QUICK ]]; then
-  how=(--steps 150 --sequence-length 4096 --batch-size 4 --inner-updates 2 --lr 2e-3)
+  how=(--steps "${STEPS:-150}" --sequence-length 4096 --batch-size 4 --inner-updates 2 --lr 2e-3)
   share=(--retrieval-share 0.3)
 else
-  how=(--steps 2 --sequence-length 256 --batch-size 1)
+  how=(--steps "${STEPS:-2}" --sequence-length 256 --batch-size 1)
   share=(--retrieval-share 0)
 fi
 decay=$(awk -v length_="$CONTEXT" 'BEGIN { printf "%.8f", -0.2 / length_ }')

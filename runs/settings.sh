@@ -6,7 +6,8 @@
 #   GPUS=8, GPU_MEMORY=141            processes of training and of rollouts (default 1); GB of one GPU (kvpop plan: 80)
 #   OUT=out/runs                      where everything goes
 #   SEED=0                            of training and of held-out prompts; rollouts have seeds of their own
-#   STEPS=100                         of training, where it has no recipe (smollm2: 200, scorers alone 300)
+#   STEPS=100                         of training, where it has no recipe (smollm2: 200, scorers alone 300); what has been trained
+#                                     stays as it is
 #   WORKERS=4                         processes that run and grade code
 #   TASKS="a b", BUDGETS="a b", METHODS="a b", ITEMS=n   other ones than below
 #   TASK_FILES=DIR                    DIR/TASK.* in place of the hub's file, as in DIR/aime-2024.jsonl
@@ -99,6 +100,11 @@ read -ra TASKS_2 <<<"$TASKS_2"
 read -ra METHODS <<<"${METHODS:-dense streaming tova streaming-plus dms kvpop-mlp kvpop}"
 
 numbers BUDGETS "${BUDGETS[@]}"
+for word in METHODS BUDGETS TASKS_1 TASKS_2; do
+  declare -n list=$word
+  twice=$(printf '%s\n' "${list[@]}" | sort | uniq -d | head -n 1)
+  [[ -z $twice ]] || { echo "error: $word must name everything once, got $twice twice" >&2; exit 2; }
+done
 for word in "${BUDGETS[@]}"; do
   ((word < CONTEXT)) || { echo "error: BUDGETS must be below the $CONTEXT tokens of CONTEXT, got $word" >&2; exit 2; }
 done
@@ -125,20 +131,35 @@ spread() {
   fi
 }
 
-# aside COMMAND...: beside what runs already, JOBS at a time; together: all of it has ended, and well. Ctrl-C reaches all of it.
+# aside COMMAND...: beside what runs already, JOBS at a time; together: all of it has ended, and well. After one that failed
+# nothing more begins, and the script ends with its status. What ends the script reaches all of them.
+ASIDE=()
 aside() {
   if ((JOBS == 1)) || [[ -n $DRY_RUN ]]; then
     "$@"
     return
   fi
-  while (($(jobs -rp | wc -l) >= JOBS)); do sleep 1; done
-  set -m # a group of its own, which heeds Ctrl-C
+  local one running status
+  while :; do
+    running=" $(jobs -rp | tr '\n' ' ')"
+    for one in "${!ASIDE[@]}"; do
+      [[ $running != *" ${ASIDE[one]} "* ]] || continue
+      status=0
+      wait "${ASIDE[one]}" || status=$?
+      unset "ASIDE[$one]"
+      if ((status)); then
+        together || true
+        return "$status"
+      fi
+    done
+    ((${#ASIDE[@]} >= JOBS)) || break
+    sleep 1
+  done
+  set -m # a group of its own, which heeds signals
   "$@" </dev/null &
   set +m
   ASIDE+=($!)
 }
-ASIDE=()
-trap 'for group in "${ASIDE[@]}"; do kill -INT -- "-$group" 2>/dev/null || true; done; wait; exit 130' INT
 
 together() {
   local one status=0
@@ -146,6 +167,18 @@ together() {
   ASIDE=()
   return "$status"
 }
+
+# ended SIGNAL NUMBER
+ended() {
+  trap '' INT TERM HUP
+  local group
+  for group in $(jobs -p); do kill "-$1" -- "-$group" 2>/dev/null || true; done
+  wait
+  exit $((128 + $2))
+}
+trap 'ended INT 2' INT
+trap 'ended TERM 15' TERM
+trap 'ended TERM 1' HUP
 
 # once FILE COMMAND...: unless FILE says that this very command has ended well.
 once() {

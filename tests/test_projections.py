@@ -627,22 +627,67 @@ def test_under_autocast_it_is_the_plain_product(model, monkeypatch) -> None:
     assert not found
 
 
+def decoded(model, ids: torch.Tensor) -> list[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """Of every step: logits [B, V], and of every store which token (its position) lies in which slot, and its priority."""
+    cache, steps = BoundedCache(model), []
+    for t in range(ids.shape[1]):
+        at = torch.full((len(ids), 1), t, device=ids.device)
+        logits_BV = feed(model, cache, ids[:, t : t + 1], position_ids=at).float().cpu()
+        steps.append((logits_BV, [(x.position.cpu().clone(), x.priority.cpu().clone()) for x in cache.stores]))
+    return steps
+
+
+def same_up_to_near_ties(found, expected) -> int:
+    """Equal sets, near priorities and near logits, row by row, until one decides otherwise about tokens whose priorities are
+    near: by 5 % of the largest of their store. How many steps of rows were equal."""
+    apart, equal = set(), 0
+    largest = [max(float(stores[i][1].abs().max()) for _, stores in expected) for i in range(len(expected[0][1]))]
+    for (logits, stores), (own_logits, own_stores) in zip(found, expected, strict=True):
+        for b in set(range(len(logits))) - apart:
+            for (position, priority), (own_position, own_priority), scale in zip(
+                stores, own_stores, largest, strict=True
+            ):
+                for h in range(position.shape[1]):
+                    one = {int(t): float(p) for t, p in zip(position[b, h], priority[b, h]) if t >= 0}
+                    two = {int(t): float(p) for t, p in zip(own_position[b, h], own_priority[b, h]) if t >= 0}
+                    if one.keys() != two.keys():
+                        (a,), (c,) = one.keys() - two.keys(), two.keys() - one.keys()
+                        assert abs(one[a] - two[c]) <= 0.05 * scale, (b, h, one, two)
+                        apart.add(b)
+                    else:
+                        assert all(abs(one[t] - two[t]) <= 0.05 * scale for t in one), (b, h, one, two)
+                if b in apart:
+                    break  # what comes after it reads something else
+            else:
+                atol = 0.05 * float(own_logits.abs().max())
+                torch.testing.assert_close(logits[b], own_logits[b], rtol=0.05, atol=atol)
+                equal += 1
+    return equal
+
+
+def test_rounding_moves_no_more_than_near_ties() -> None:
+    """What the next test asks of a GPU, of bfloat16 and float32 on a CPU."""
+    torch.manual_seed(0)
+    model = family_model("Llama", dtype=torch.bfloat16)
+    attach(model, KVpop(Budget(1, 2, 2), "mlp+mlstm"))
+    ids = text(9, 12)
+    found = decoded(model, ids)
+    assert same_up_to_near_ties(found, decoded(model.float(), ids)) > 60
+    wrong = decoded(model, ids.flip(0))
+    with pytest.raises(AssertionError):
+        same_up_to_near_ties(found, wrong)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rows", [1, 3, 33])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_decoding_on_a_gpu_is_the_same_up_to_rounding(family: str, rows: int) -> None:
+def test_decoding_on_a_gpu_is_the_same_up_to_rounding(family: str, rows: int, seed: int) -> None:
+    torch.manual_seed(seed)
     model = family_model(family, dtype=torch.bfloat16).to("cuda")
     attach(model, KVpop(Budget(1, 2, 2), "mlp+mlstm"))
-    for name, p in model.named_parameters():  # untrained scores are closer to each other than bfloat16 can tell
-        if name.endswith(("w2_HM", "a_HA")):
-            p.data.zero_()
-    ids, caches = text(rows, 12).to("cuda"), [BoundedCache(model), BoundedCache(model)]
-    given = [dict(position_ids=torch.full((rows, 1), t, device="cuda")) for t in range(12)]
-    expected = [feed(model, caches[0], ids[:, t : t + 1], **given[t]) for t in range(12)]
+    ids = text(rows, 12).to("cuda")
+    expected = decoded(model, ids)
     assert fuse(model) == 4 * len(model.model.layers) + 1
-    for t, logits_BV in enumerate(expected):
-        found = feed(model, caches[1], ids[:, t : t + 1], **given[t])
-        torch.testing.assert_close(found, logits_BV, rtol=0.05, atol=0.05 * float(logits_BV.abs().max()))
-    for plain, fast in zip(caches[0].stores, caches[1].stores):
-        assert torch.equal(plain.position, fast.position)
+    assert same_up_to_near_ties(decoded(model, ids), expected) >= 6 * rows  # before anything is dropped, and once

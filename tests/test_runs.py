@@ -302,6 +302,7 @@ TAKES_TIME = """
 out=$(sed -E 's/.*--out ([^ ]+).*/\\1/' <<<"$*")
 echo "begin $*" >>"$LOG"
 trap 'echo "interrupted $*" >>"$LOG"; exit 130' INT
+trap 'echo "terminated $*" >>"$LOG"; exit 143' TERM
 for i in {1..5}; do sleep 0.1; done
 [[ -z ${SLOW:-} || $* != *"$SLOW"* ]] || for i in {1..300}; do sleep 0.1; done
 [[ -z ${BAD:-} || $* != *"$BAD"* ]] || { echo "end $*" >>"$LOG"; exit 3; }
@@ -352,15 +353,21 @@ def test_commands_run_side_by_side_and_what_needs_them_waits(slow):
     assert [command.split()[0] for what, command in events(slow)[before:] if what == "begin"] == ["report", "report"]
 
 
-def test_one_that_fails_ends_the_script_once_the_others_are_done(slow):
+def test_after_one_that_failed_nothing_more_begins(slow):
     done = script(
-        "table-1", TASKS="passkey:512", METHODS="kvpop dms streaming-plus", BUDGETS="1024", JOBS="3", BAD="dms", **slow
+        "train", METHODS="dms kvpop streaming-plus kvpop-mlp", BUDGETS="1024 512", JOBS="2", BAD="dms-1024", **slow
     )
     assert done.returncode == 3
-    assert sorted(what for what, _ in events(slow)) == ["begin"] * 3 + ["end"] * 3
+    started = [command for what, command in events(slow) if what == "begin"]
+    assert len(started) <= 3
+    assert all(command.startswith("distill") for command in started)
+    assert len(events(slow)) == 2 * len(started)  # those that had begun have ended
 
 
-def test_an_interrupt_reaches_all_of_them(slow):
+@pytest.mark.parametrize(
+    ("sent", "got"), [("SIGINT", "interrupted"), ("SIGTERM", "terminated"), ("SIGHUP", "terminated")]
+)
+def test_what_ends_the_script_reaches_all_of_them(slow, sent, got):
     words = ["bash", str(RUNS / "train.sh")]
     settings = dict(METHODS="kvpop dms", BUDGETS="1024", JOBS="2", SLOW="distill") | slow
     clean = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "TMPDIR")}
@@ -371,9 +378,15 @@ def test_an_interrupt_reaches_all_of_them(slow):
         while len(events(slow)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.3)
-        run.send_signal(signal.SIGINT)
-        assert run.wait(20) == 130
-    assert sorted(what for what, _ in events(slow)) == ["begin"] * 2 + ["interrupted"] * 2
+        run.send_signal(getattr(signal, sent))
+        assert run.wait(20) == 128 + getattr(signal, sent)
+    assert sorted(what for what, _ in events(slow)) == ["begin"] * 2 + [got] * 2
+
+
+def test_nothing_is_made_twice_at_a_time():
+    done = script("train", METHODS="dms kvpop dms", DRY_RUN="1")
+    assert done.returncode == 2
+    assert "METHODS must name everything once, got dms twice" in done.stderr
 
 
 def test_several_commands_on_several_gpus_are_refused():

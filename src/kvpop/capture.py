@@ -50,14 +50,14 @@ def capture(step: Callable[[], Tensor]) -> Captured:
     torch.cuda.empty_cache()  # the graph has its own memory
     torch.cuda.reset_peak_memory_stats()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph):
         output = step()
     return Captured(graph, output, torch.cuda.max_memory_allocated())
 
 
 @cache
 def _beside(device: int) -> torch.cuda.Stream:
-    """One stream for all captures: cuBLAS keeps 32 MiB for each that it has worked on."""
+    """One stream to warm up on before all captures: cuBLAS keeps 32 MiB for each that it has worked on."""
     return torch.cuda.Stream(device)
 
 

@@ -22,7 +22,7 @@ def default_first(analysis: Analysis, text: int = 0, stretch: int = STRETCH) -> 
     them have left the window of every policy."""
     behind = len(analysis.texts[text]) - max(subject.window for subject in analysis.subjects)
     if behind <= stretch:
-        return max(0, behind - stretch)
+        return 0
     shares = [
         quantities.held(traces[text].expiry_LHS, len(analysis.texts[text]) - 1).mean((0, 1))
         for traces in analysis.traces

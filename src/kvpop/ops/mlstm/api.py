@@ -68,7 +68,7 @@ def mlstm(
         valid_NL: False on padding, [N, L]. Padding leaves the state bit for bit as it is and reads 0, whatever it holds.
         impl: "chunkwise" (parallel inside chunks, for sequences), "triton" (the same in kernels, in float32 and without a
             gradient), "recurrent" (a loop, for decode), "quadratic" (an L x L matrix, for checks). They differ in rounding
-            only.
+            only, as long as log_f is above about -1e9.
         chunk: tokens per chunk of the chunkwise form.
 
     Returns:

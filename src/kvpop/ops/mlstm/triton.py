@@ -75,8 +75,10 @@ def _then(kept, x, kept_later, x_later):
 @triton.jit
 def carry(added, kept, gain, states, K, WIDTH: tl.constexpr, ENTRIES: tl.constexpr, STEPS: tl.constexpr):
     """states[T + 1] = kept[T] * states[T] + gain[T] * added[T], entries of a row of states a program; states[0] is there."""
-    row, e = tl.program_id(1).to(tl.int64), tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    inside, step = e < WIDTH, tl.arange(0, STEPS)
+    tiles = (WIDTH + ENTRIES - 1) // ENTRIES
+    program = tl.program_id(0).to(tl.int64)
+    row, e = program // tiles, program % tiles * ENTRIES + tl.arange(0, ENTRIES)
+    inside, step = e < WIDTH, tl.arange(0, STEPS).to(tl.int64)
     at = states + row * (K + 1) * WIDTH + e
     state = tl.load(at, mask=inside, other=0.0)
     for start in range(0, K, STEPS):
@@ -168,8 +170,9 @@ def chunks(
         kept, gain = (forgotten + (before - after)).float().exp(), (best - after).float().exp()
         states[:, 0, : D * A] = C_NHDV[..., :-1].reshape(N * H, -1)
         states[:, 0, D * A :] = C_NHDV[..., -1].reshape(N * H, -1)
-        tiles = triton.cdiv(D * (A + 1), ENTRIES)
-        carry[(tiles, N * H)](added, kept, gain, states, K, D * (A + 1), ENTRIES, STEPS, num_warps=4)
+        carry[(N * H * triton.cdiv(D * (A + 1), ENTRIES),)](
+            added, kept, gain, states, K, D * (A + 1), ENTRIES, STEPS, num_warps=4
+        )
         read[(N * H * K,)](q, k, v, log_i, log_f, states, m, out, norm, L, K, **shape)
     last = states[:, -1]
     C = torch.cat([last[:, : D * A].view(N, H, D, A), last[:, D * A :].view(N, H, D, 1)], -1)
