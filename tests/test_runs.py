@@ -371,8 +371,12 @@ def test_what_ends_the_script_reaches_all_of_them(slow, sent, got):
     words = ["bash", str(RUNS / "train.sh")]
     settings = dict(METHODS="kvpop dms", BUDGETS="1024", JOBS="2", SLOW="distill") | slow
     clean = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "TMPDIR")}
+
+    def heed() -> None:  # what is ignored from the start, as under nohup, no shell can trap
+        signal.signal(getattr(signal, sent), signal.SIG_DFL)
+
     with subprocess.Popen(
-        words, env=clean | settings, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True
+        words, env=clean | settings, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True, preexec_fn=heed
     ) as run:
         deadline = time.monotonic() + 20
         while len(events(slow)) < 2 and time.monotonic() < deadline:
