@@ -45,7 +45,7 @@ def empty(size: tuple[int, int, int, int]) -> MLSTMState:
 @pytest.mark.parametrize("L", [1, 7, 64, 65, 130, 1100])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_equals_the_recurrence(size: tuple[int, int, int, int], L: int, bias: float) -> None:
-    if L == 1100 and not GPU and size != SIZES[0]:
+    if not GPU and ((L == 1100 and size != SIZES[0]) or (L > 64 and bias != 7.0)):
         pytest.skip("slow in the interpreter")
     inputs = made(L, size[0], size[1], L, *size[2:], bias)
     h_expected, expected = exactly(inputs)
@@ -60,7 +60,8 @@ def test_the_state_goes_from_form_to_form(cuts: tuple[int, int]) -> None:
     size = (2, 3, 16, 8)
     inputs = made(5, 2, 3, 200, 16, 8, 7.0)
     h_expected, expected = exactly(inputs)
-    for impls in (("triton",) * 3, ("chunkwise", "triton", "recurrent"), ("triton", "recurrent", "triton")):
+    forms = (("triton",) * 3, ("chunkwise", "triton", "recurrent"), ("triton", "recurrent", "triton"))
+    for impls in forms if GPU else forms[1:]:
         state, h = empty(size), []
         for impl, start, end in zip(impls, (0, *cuts), (*cuts, 200)):
             before = [t.clone() for t in state]
