@@ -328,7 +328,8 @@ def events(slow: dict[str, str]) -> list[list[str]]:
 
 
 def test_commands_run_side_by_side_and_what_needs_them_waits(slow):
-    done = script("table-1", TASKS="passkey:512", METHODS="dense kvpop dms", BUDGETS="1024 512", JOBS="3", **slow)
+    settings = dict(TASKS="passkey:512", METHODS="dense kvpop dms", BUDGETS="1024 512", JOBS="3") | slow
+    done = script("table-1", **settings)
     assert done.returncode == 0, done.stderr
     live, most, ended = set(), 0, []
     for what, command in events(slow):
@@ -344,12 +345,7 @@ def test_commands_run_side_by_side_and_what_needs_them_waits(slow):
     assert most == 3
     assert not live
     before = len(events(slow))
-    assert (
-        script(
-            "table-1", TASKS="passkey:512", METHODS="dense kvpop dms", BUDGETS="1024 512", JOBS="3", **slow
-        ).returncode
-        == 0
-    )
+    assert script("table-1", **settings).returncode == 0
     assert [command.split()[0] for what, command in events(slow)[before:] if what == "begin"] == ["report", "report"]
 
 

@@ -60,8 +60,8 @@ def add_up(
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         key = _rows(k, first, L, t, d, D) * weight[:, None]
-        sum = tl.dot(tl.trans(key), value, input_precision=PRECISION)
-        tl.store(to + d[:, None] * A + a, sum, mask=(d < D)[:, None] & (a < A))
+        entries = tl.dot(tl.trans(key), value, input_precision=PRECISION)
+        tl.store(to + d[:, None] * A + a, entries, mask=(d < D)[:, None] & (a < A))
         tl.store(to + D * A + d, tl.sum(key, 0), mask=d < D)
     tl.store(forgotten + program, end)
     tl.store(best + program, high)
@@ -117,7 +117,7 @@ def read(
     from_start = tl.exp((sums - high + m_start).to(tl.float32))
 
     a, at = tl.arange(0, BLOCK_A), states + border * (D * (A + 1))
-    similar, read = tl.zeros([P, P], tl.float32), tl.zeros([P, BLOCK_A], tl.float32)
+    similar, answer = tl.zeros([P, P], tl.float32), tl.zeros([P, BLOCK_A], tl.float32)
     mass = tl.zeros([P], tl.float32)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
@@ -125,12 +125,12 @@ def read(
         similar = tl.dot(query, tl.trans(_rows(k, first, L, t, d, D)), acc=similar, input_precision=PRECISION)
         query *= from_start[:, None]
         state = tl.load(at + d[:, None] * A + a, mask=(d < D)[:, None] & (a < A), other=0.0)
-        read = tl.dot(query, state, acc=read, input_precision=PRECISION)
+        answer = tl.dot(query, state, acc=answer, input_precision=PRECISION)
         mass += tl.sum(query * tl.load(at + D * A + d, mask=d < D, other=0.0)[None, :], 1)
     log_weight = ((sums - high)[:, None] + since[None, :]).to(tl.float32)
     similar *= tl.exp(tl.where(j[:, None] >= j[None, :], log_weight, NOTHING))
-    read = tl.dot(similar, _rows(v, first, L, t, a, A), acc=read, input_precision=PRECISION)
-    tl.store(out + (first + t)[:, None] * A + a, read, mask=(t < L)[:, None] & (a < A))
+    answer = tl.dot(similar, _rows(v, first, L, t, a, A), acc=answer, input_precision=PRECISION)
+    tl.store(out + (first + t)[:, None] * A + a, answer, mask=(t < L)[:, None] & (a < A))
     tl.store(norm + first + t, mass + tl.sum(similar, 1), mask=t < L)
 
 
