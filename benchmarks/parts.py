@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from common import PEAK, milliseconds, write
@@ -52,11 +53,11 @@ def parts(S: int, budget: Budget, R: int, H: int, D: int) -> dict[str, tuple[Cal
     x = torch.randn(1, H, S, 2 * D, device="cuda", dtype=torch.bfloat16)
     scorers = {kind: build_scorer(kind, H, D).cuda() for kind in ("mlp", "mlstm")}
 
-    def scored(kind: str, kernels: bool = False) -> Callable[[], Tensor]:
+    def scored(kind: str, impl: str = "chunkwise") -> Callable[[], Tensor]:
         @torch.no_grad()
         def score() -> Tensor:
-            scorers_module.KERNELS = kernels
-            return scorers[kind].score_sequence(x, budget.window)
+            with mock.patch.object(scorers_module, "_sequence_impl", lambda x: impl):
+                return scorers[kind].score_sequence(x, budget.window)
 
         return score
 
@@ -81,8 +82,8 @@ def parts(S: int, budget: Budget, R: int, H: int, D: int) -> dict[str, tuple[Cal
         ),
         "key lists and schedule of the Triton kernels": (lists, small + 4 * H * S / 128 * budget.slots, 0),
         "scores of 8 heads, MLP": (scored("mlp"), 2.0 * x.numel(), products("mlp")),
-        "scores of 8 heads, mLSTM": (scored("mlstm"), 2.0 * x.numel(), products("mlstm")),
-        "scores of 8 heads, mLSTM, kernels": (scored("mlstm", True), 2.0 * x.numel(), products("mlstm")),
+        "scores of 8 heads, mLSTM, torch": (scored("mlstm"), 2.0 * x.numel(), products("mlstm")),
+        "scores of 8 heads, mLSTM": (scored("mlstm", "triton"), 2.0 * x.numel(), products("mlstm")),
         "future mass, flex": (lambda: future_log_mass(q, k, lse, end, impl="flex", **given), 0, half),
         "future mass, Triton": (lambda: future_log_mass(q, k, lse, end, impl="triton", **given), 0, half),
         "attention still to come every 64 queries, Triton": (

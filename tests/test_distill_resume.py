@@ -20,6 +20,7 @@ from kvpop.data import SequenceStream
 from kvpop.distill import DistillConfig, Trainer, distill
 from kvpop.distill.checkpoint import CHECKPOINTS, RUN, Checkpoints, path_of, steps_saved
 from kvpop.distill.world import World, process_group, whole
+from kvpop.documents import Documents
 from kvpop.policies import DMS
 from tests.tiny import tiny_model
 from tests.training import (
@@ -476,6 +477,23 @@ def test_a_run_in_bfloat16_can_be_killed_and_leaves_its_adapter(mode: str, tmp_p
     assert log_of(tmp_path / "broken") == log_of(tmp_path / "straight")
     loaded = kvpop.load(tiny_model(dtype=torch.float32), tmp_path / "broken")
     assert_equal(dict(loaded.state_dict()), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_passes_in_bfloat16_hand_the_same_documents_to_every_layer(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casting the inputs of a layer would copy them, with all that was worked out about them."""
+    made: list[Documents] = []
+    check = Documents.__post_init__
+
+    def count(self: Documents) -> None:
+        made.append(self)
+        check(self)
+
+    with process_group(torch.device("cpu"), needed=True):
+        t = trainer(BF16[mode], dtype=torch.float32)
+        monkeypatch.setattr(Documents, "__post_init__", count)
+        t.step()
+    assert len(made) == 1
 
 
 def test_bfloat16_without_a_process_group_is_refused() -> None:

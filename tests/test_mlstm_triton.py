@@ -182,7 +182,6 @@ def test_a_scorer_takes_them_where_no_gradient_is_needed(head_dim: int) -> None:
     valid = torch.arange(333, device="cuda").expand(2, -1) < torch.tensor([[333], [100]], device="cuda")
     expected = scorer.score_sequence(x, 20, valid)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvpop.scorers.KERNELS", True)
         patch.setattr("kvpop.ops.mlstm.chunkwise.chunkwise", None)
         found = scorer.score_sequence(x, 20, valid)
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-6)

@@ -25,10 +25,6 @@ from kvpop.ops.mlstm import MLSTMState, init_state, mlstm
 
 State = tuple[Tensor, ...]
 
-KERNELS = False
-"""Whether memories read sequences with Triton kernels on a GPU where no gradient is needed. Off: the kernels agree with float64
-in Triton's interpreter and compile for Hopper, but have not run on a GPU yet (``tests/test_mlstm_triton.py`` does that)."""
-
 GATE_CAP = 15.0
 """Gate logits are held within +-15: an input gate of at most 3e6, a forget gate of at most 1 - 3e-7."""
 
@@ -370,9 +366,9 @@ def _normal(*shape: int, std: float) -> nn.Parameter:
 
 
 def _sequence_impl(x: Tensor) -> Literal["chunkwise", "triton"]:
-    """Kernels on a GPU (``KERNELS``), unless a gradient is needed or the computation is wider than they are."""
+    """Kernels on a GPU, unless a gradient is needed or the computation is wider than they are."""
     fits = x.is_cuda and x.dtype == torch.float32 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return "triton" if KERNELS and HAS_TRITON and fits else "chunkwise"
+    return "triton" if HAS_TRITON and fits else "chunkwise"
 
 
 def _behind(x_NHLX: Tensor, delay: int) -> Tensor:

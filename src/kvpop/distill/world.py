@@ -98,7 +98,8 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], small: set[nn.Parameter]
     """
     widest = max((p.dtype for p in root.parameters() if p not in small), key=lambda dtype: dtype.itemsize)
     reduce = torch.promote_types(widest, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    # Inputs stay as they are: layers hand on what they compute in, and casting would copy the pass's documents at every layer.
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, mp_policy=policy, ignored_params=small)
     fully_shard(root, mp_policy=policy, ignored_params=small)
