@@ -56,7 +56,7 @@ def parts(S: int, budget: Budget, R: int, H: int, D: int) -> dict[str, tuple[Cal
     def scored(kind: str, impl: str = "chunkwise") -> Callable[[], Tensor]:
         @torch.no_grad()
         def score() -> Tensor:
-            with mock.patch.object(scorers_module, "_sequence_impl", lambda x: impl):
+            with mock.patch.object(scorers_module, "_sequence_impl", return_value=impl):
                 return scorers[kind].score_sequence(x, budget.window)
 
         return score

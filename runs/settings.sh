@@ -264,42 +264,63 @@ train_one() {
   fi
 }
 
-# roll TASK METHOD BUDGET DIR: rollouts and grades of one cell of a table.
+# own TASK: numbers and a file of its own; code TASK: how code is graded. Tasks with either get a command for themselves.
+own() {
+  local file
+  for file in ${TASK_FILES:+"$TASK_FILES/$1".*}; do
+    [[ ! -f $file ]] || printf '%s\n' --file "$file"
+  done
+  [[ $1 != reasoning:* ]] || ((!${#SAMPLED[@]})) || printf '%s\n' "${SAMPLED[@]}"
+}
+code() { [[ $1 != livecodebench* && $1 != humaneval ]] || printf '%s\n' --allow-code --workers "${WORKERS:-4}"; }
+
+# roll METHOD BUDGET PLACE ITEMS TASK...: rollouts and grades of cells of a row; PLACE has {task} in it.
 roll() {
-  local task=$1 method=$2 budget=$3 out=$4 rows=$ROWS policy file more=() code=()
+  local method=$1 budget=$2 place=$3 items=$4 rows=$ROWS policy task more=() graded=()
+  shift 4
   [[ $method != dense ]] || rows=${DENSE_ROWS:-$ROWS}
   read -ra policy <<<"$(held "$method" "$budget")"
-  [[ $task != livecodebench* && $task != humaneval ]] || code=(--allow-code --workers "${WORKERS:-4}")
-  [[ $task != reasoning:* ]] || more+=("${SAMPLED[@]}")
-  [[ -z ${ITEMS:-} ]] || more+=(--items "$ITEMS")
+  if (($# == 1)); then
+    mapfile -t more < <(own "$1")
+    mapfile -t graded < <(code "$1")
+  fi
+  [[ $items == all ]] || more+=(--items "$items")
   [[ -z $QUICK ]] || more+=(--max-new-tokens 24)
   [[ $GRAPH != 0 ]] || more+=(--no-graph)
-  for file in ${TASK_FILES:+"$TASK_FILES/$task".*}; do
-    [[ ! -f $file ]] || more+=(--file "$file")
-  done
-  local what=(tasks run "$task" --model "$NAME" "${policy[@]}" "${THINKING[@]}" "${more[@]}" --rows "$rows" --out "$out")
+  local what=(tasks run "$@" --model "$NAME" "${policy[@]}" "${THINKING[@]}" "${more[@]}" --rows "$rows" --out "$place")
   if ((GPUS > 1)); then
     spread "${what[@]}" --no-grade
-    kvpop_ tasks merge "$out"
-    kvpop_ tasks grade "$out" "${code[@]}"
+    for task in "$@"; do
+      kvpop_ tasks merge "${place//\{task\}/$(folder "$task")}"
+      kvpop_ tasks grade "${place//\{task\}/$(folder "$task")}" "${graded[@]}"
+    done
   else
-    kvpop_ "${what[@]}" "${code[@]}"
+    kvpop_ "${what[@]}" "${graded[@]}"
   fi
 }
 
-# table NAME TASK...: all methods at all budgets, and the report.
+# folder TASK: what kvpop puts in the place of {task}.
+folder() { echo "${1//[:=\/]/-}"; }
+
+# table NAME TASK...: all methods at all budgets, and the report. Cells of a row share a command: their model is loaded once.
 table() {
-  local name=$1 task method budget out
+  local name=$1 task method budget row place alike=()
   shift
   ready "${METHODS[@]}"
   for task in "$@"; do
-    for method in "${METHODS[@]}"; do
-      for budget in "${BUDGETS[@]}"; do
-        out=$WORK/$name/${task//:/-}/$method-$budget
-        [[ $method != dense ]] || out=$WORK/$name/${task//:/-}/dense
-        aside once "$out/done" roll "$task" "$method" "$budget" "$out" "${ITEMS:-all} items"
-        [[ $method != dense ]] || break
+    [[ -n $(own "$task")$(code "$task") ]] || alike+=("$task")
+  done
+  for method in "${METHODS[@]}"; do
+    for budget in "${BUDGETS[@]}"; do
+      row=$method-$budget
+      [[ $method != dense ]] || row=dense
+      place=$WORK/$name/{task}/$row
+      ((!${#alike[@]})) || aside once "$WORK/$name/$row.done" roll "$method" "$budget" "$place" "${ITEMS:-all}" "${alike[@]}"
+      for task in "$@"; do
+        [[ -z $(own "$task")$(code "$task") ]] || aside once "$WORK/$name/$(folder "$task")/$row/done" \
+          roll "$method" "$budget" "$place" "${ITEMS:-all}" "$task"
       done
+      [[ $method != dense ]] || break
     done
   done
   together

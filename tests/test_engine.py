@@ -244,6 +244,72 @@ def test_pinned_tokens_stay_in_their_row_alone():
     assert requests[0].tokens == requests[2].tokens != requests[1].tokens
 
 
+def prefilled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every pass that takes in prompts, as it happens."""
+    passes: list[int] = []
+    forward = engine._forward
+
+    def count(cache: BoundedCache, ids: torch.Tensor, position: torch.Tensor, valid: torch.Tensor | None = None):
+        if valid is None:
+            passes.append(ids.shape[1])
+        return forward(cache, ids, position, valid)
+
+    monkeypatch.setattr(engine, "_forward", count)
+    return passes
+
+
+@pytest.mark.parametrize("name", ["kvpop", "random", "streaming", "tova", "dms", "dense"])
+def test_a_prompt_that_comes_again_is_taken_in_once_and_gives_what_it_gives_alone(name, monkeypatch):
+    model = model_with(name)
+    engine = Engine(model, rows=4, prefill_chunk=CHUNK)
+    passes = prefilled(engine, monkeypatch)
+    prompts = prompts_of(3, longest=60, seed=8)
+    asked = [prompt for prompt in prompts for _ in range(7)]  # more than there are rows
+    requests = [engine.submit(prompt, **settings_of(i)) for i, prompt in enumerate(asked)]
+    held: dict[tuple[int, int], list] = {}
+    while engine.busy:
+        engine.step()
+        for request in rows_in_use(engine):
+            if request.tokens:
+                held[request.id, request.seen] = [layer[request.row] for layer in engine.cache.held_positions()]
+    assert sum(passes) == sum(map(len, prompts))
+    for i, (prompt, request) in enumerate(zip(asked, requests)):
+        cache = BoundedCache(model)
+        steps = generate(model, torch.tensor([prompt]), cache=cache, prefill_chunk=CHUNK, **settings_of(i))
+        for n, step in enumerate(steps):
+            assert step.token == request.tokens[n]
+            if (request.id, step.seen) in held:
+                assert held[request.id, step.seen] == [layer[0] for layer in cache.held_positions()]
+        assert n + 1 == len(request.tokens)
+    assert len(held) > 50
+
+
+def test_prompts_that_differ_in_their_pins_are_taken_in_each(monkeypatch):
+    engine = Engine(model_with("kvpop"), rows=4, prefill_chunk=64)
+    passes = prefilled(engine, monkeypatch)
+    for pinned in ([], [(3, 5)], [(3, 5)], [(3, 6)]):
+        engine.submit(list(range(3, 43)), max_new_tokens=3, pinned=pinned)
+    list(engine.run())
+    assert passes == [40] * 3
+
+
+def test_an_engine_with_nothing_to_do_remembers_no_prompt(monkeypatch):
+    """The weights may be others when the same prompt comes again."""
+    model, prompt = model_with("kvpop"), list(range(3, 43))
+    engine = Engine(model, rows=2, prefill_chunk=64)
+    first = engine.generate([prompt], max_new_tokens=8)[0].tokens
+    assert engine._last is None
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    second = engine.generate([prompt], max_new_tokens=8)[0].tokens
+    assert second == alone(model, prompt, max_new_tokens=8, prefill_chunk=64) != first
+    waits = engine.submit(prompt, max_new_tokens=8)
+    engine.step()
+    waits.cancel()
+    assert engine._last is None
+
+
 def test_a_cancelled_request_frees_its_row_at_once_and_the_others_go_on():
     model = model_with()
     engine = Engine(model, Pieces(), rows=2, prefill_chunk=CHUNK)

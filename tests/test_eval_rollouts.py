@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from kvpop.adapter import save_adapter
 from kvpop.attachment import attach
 from kvpop.budget import Budget
 from kvpop.cli import app
-from kvpop.cli.tasks import chosen_graph
+from kvpop.cli.tasks import chosen_graph, places_of
 from kvpop.evals import paper
 from kvpop.evals.base import Decoding, Item
 from kvpop.evals.grades import GRADE, Grading, tally
@@ -669,6 +670,46 @@ def test_an_adapter_a_local_file_and_allowed_code(folder, tmp_path):
     assert (report["right"], report["pass_at_1"], report["low"]) == (2, 1.0, 1.0)
     words.write_text("w30 w31 w32 w33 w35")
     assert "the rollouts were made from" in refused("tasks", "grade", tmp_path / "out", "--allow-code")
+
+
+def test_several_tasks_in_one_command_are_what_they_are_alone(folder, tmp_path):
+    common = ["--model", folder / "model", "--device", "cpu", "--rollouts", "2", "--json"]
+    both = call(
+        "tasks", "run", "words", "code", *common, "--allow-code", "--out", tmp_path / "both" / "{task}" / "dense"
+    )
+    assert both.exit_code == 0, both.stderr
+    reports = json.loads(both.stdout)
+    assert [report["task"] for report in reports] == ["words", "code"]
+    for report, more in zip(reports, ([], ["--allow-code"])):
+        name = report["task"]
+        alone = call("tasks", "run", name, *common, *more, "--out", tmp_path / name)
+        assert json.loads(alone.stdout)["grades"] | {"grades": ""} == report["grades"] | {"grades": ""}
+        made, expected = (
+            [json.loads(line) for line in (place / "rollouts.jsonl").read_text().splitlines()]
+            for place in (tmp_path / "both" / name / "dense", tmp_path / name)
+        )
+        assert [content(row) for row in made] == [content(row) for row in expected]
+    shown = call(
+        "tasks", "run", "words", "code", *common[:-1], "--allow-code", "--out", tmp_path / "both" / "{task}" / "dense"
+    )
+    assert [line for line in shown.stdout.splitlines() if line.startswith("rollouts: ")] == [
+        f"rollouts: {tmp_path / 'both' / name / 'dense' / 'rollouts.jsonl'}" for name in ("words", "code")
+    ]
+
+
+def test_several_tasks_need_a_place_each(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(base_models, "load_base", lambda *a, **k: pytest.fail("the model was loaded"))
+    common = ["tasks", "run", "words", "code", "--model", folder / "model"]
+    assert "--out of several tasks must have {task} in it" in refused(*common, "--out", tmp_path / "out")
+    (tmp_path / "code").write_text("")
+    assert f"--out {tmp_path / 'code'} is a file" in refused(*common, "--out", tmp_path / "{task}")
+    place = ["--out", tmp_path / "out-{task}"]
+    assert "--file is for one task, got 2: words, code" in refused(*common, *place, "--file", tmp_path / "code")
+    assert "every task must be named once, got words twice" in refused(*common, "words", *place)
+    assert places_of(["reasoning:a:b=1", "gsm8k"], Path("x/{task}/y")) == [
+        Path("x/reasoning-a-b-1/y"),
+        Path("x/gsm8k/y"),
+    ]
 
 
 def test_an_interrupt_is_safe(folder, tmp_path, monkeypatch):

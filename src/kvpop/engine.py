@@ -52,6 +52,7 @@ class Request:
     words: Words | None = field(repr=False)
     uniforms: Iterator[float] = field(repr=False)
     submitted: float
+    pinned: tuple[tuple[int, int], ...] = ()
     row: int | None = None
     seen: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -108,7 +109,8 @@ class Engine:
     rounding).
 
     A step takes in at most ``prefill_chunk`` tokens of prompts, then decodes one token of every row that is ready: a long
-    prompt does not stall the others. Prompts are prefilled alone, in order of submission, cut every ``prefill_chunk`` tokens.
+    prompt does not stall the others. Prompts are prefilled alone, in order of submission, cut every ``prefill_chunk`` tokens;
+    one that is the same as the last, pins included, is copied from it while the engine is busy (one row's memory more).
     Decoding has static shapes, and rows that are idle change nothing. Not for several threads at once.
 
     ``graph``: decoding steps are one CUDA graph, captured at the first of them and again if a store had to move (pins, pages of
@@ -148,6 +150,7 @@ class Engine:
         self.cache: BoundedCache | None = None  # made like the first one that is prefilled
         self.rows: list[Request | None] = [None] * rows
         self.waiting: deque[Request] = deque()
+        self._last: tuple[Request, BoundedCache, Tensor] | None = None  # the last prompt: its cache and last logits [V]
         self._ids = itertools.count()
         self._cache_argument, self._options = cache_argument(model), pass_options(model)
 
@@ -188,13 +191,16 @@ class Engine:
         ids, last_ids = self._checked_ids("the prompt", prompt), self._checked_ids("stop_ids", stop_ids)
         if not ids:
             raise ValueError("the prompt must have at least 1 token, got none")
-        cache = BoundedCache(self.model)
-        if pinned:
-            cache.pin([(operator.index(start), operator.index(end)) for start, end in pinned])
+        cache, spans = (
+            BoundedCache(self.model),
+            tuple((operator.index(start), operator.index(end)) for start, end in pinned),
+        )
+        if spans:
+            cache.pin(list(spans))
         words = None if self.tokenizer is None else Words(self.tokenizer, strings)
         request = Request(
             next(self._ids), ids, max_new_tokens, sampling, frozenset(last_ids), self, cache, words, sampling.uniforms(),
-            time.perf_counter(),
+            time.perf_counter(), spans,
         )  # fmt: skip
         self.waiting.append(request)
         return request
@@ -230,7 +236,7 @@ class Engine:
             )
             return [self._take(request, token) for request, token in zip(requests, token_B.tolist())]
         except BaseException as error:
-            self._captured = None
+            self._captured = self._last = None
             for request in filter(None, self.rows):
                 self._end(request, "error", error)
             raise
@@ -239,21 +245,27 @@ class Engine:
         """Take in a step's share of the prompts; requests whose prompt is complete, each with its last logits [V]."""
         complete, room = [], self.prefill_chunk
         while (request := self._next_prompt()) is not None and request.cache is not None and request.row is not None:
-            part = request.prompt[request.seen : request.seen + self.prefill_chunk]
-            if len(part) > room:
-                break
-            room -= len(part)
-            positions = range(request.seen, request.seen + len(part))
-            ids_1n, position_1n = upload([[part], [positions]], self.device)
-            logits_1V = self._forward(request.cache, ids_1n, position_1n)
-            request.seen += len(part)
-            if request.seen == len(request.prompt):
-                if self.cache is None:
-                    self.cache = request.cache.like(len(self.rows))
-                self.cache.put(request.row, request.cache)
-                self._reserved = 0
-                request.cache = None
-                complete.append((request, logits_1V[0]))
+            last = self._last
+            if last is None or (last[0].prompt, last[0].pinned) != (request.prompt, request.pinned):
+                part = request.prompt[request.seen : request.seen + self.prefill_chunk]
+                if len(part) > room:
+                    break
+                room -= len(part)
+                self._last = None  # its memory is that of the next
+                positions = range(request.seen, request.seen + len(part))
+                ids_1n, position_1n = upload([[part], [positions]], self.device)
+                logits_1V = self._forward(request.cache, ids_1n, position_1n)
+                request.seen += len(part)
+                if request.seen < len(request.prompt):
+                    continue
+                last = self._last = (request, request.cache, logits_1V[0])
+            _, cache, logits_V = last
+            if self.cache is None:
+                self.cache = cache.like(len(self.rows))
+            self.cache.put(request.row, cache)
+            self._reserved = 0
+            request.seen, request.cache = len(request.prompt), None
+            complete.append((request, logits_V))
         return complete
 
     def _next_prompt(self) -> Request | None:
@@ -315,12 +327,14 @@ class Engine:
         request.cache = None
         if request.row is None:
             self.waiting.remove(request)
-            return
-        self.rows[request.row] = None
-        if self.cache is not None:
-            self.cache.clear(request.row)
-            self._reserved = 0
-        request.row = None
+        else:
+            self.rows[request.row] = None
+            if self.cache is not None:
+                self.cache.clear(request.row)
+                self._reserved = 0
+            request.row = None
+        if not self.busy:
+            self._last = None  # weights may change before the next
 
     def run(self) -> Iterator[Event]:
         """Step until everything submitted has finished. More may be submitted, and requests cancelled, meanwhile."""

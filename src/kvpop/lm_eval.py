@@ -32,7 +32,6 @@ from kvpop.engine import Engine
 from kvpop.jobs import chosen_policy, load_model, placement
 from kvpop.measure import impl_for
 from kvpop.policies import SequencePass
-from kvpop.policies.tova import TovaLayer
 from kvpop.rollout import pass_options
 from kvpop.rollouts import end_ids
 
@@ -103,11 +102,6 @@ def generation_settings(given: Mapping[str, Any], new_tokens: int) -> tuple[dict
     return settings, [string for string in strings if string]
 
 
-def depends_on_arrival(model: PreTrainedModel) -> bool:
-    """Whether what the attached policy holds depends on how many tokens come at once (TOVA)."""
-    return any(isinstance(policy, TovaLayer) for policy in attached_policies(model))
-
-
 class KVpopLM(HFLM):
     """A model under a retention policy. Text becomes tokens as in the harness's own "hf", of which this is a subclass.
 
@@ -170,7 +164,9 @@ class KVpopLM(HFLM):
             add_bos_token=add_bos_token, prefix_token_id=prefix_token_id, enable_thinking=enable_thinking,
             think_end_token=think_end_token, chat_template_args=chat_template_args,
         )  # fmt: skip
-        by_store = scoring == "store" or (scoring == "auto" and depends_on_arrival(model))
+        by_store = scoring == "store" or (
+            scoring == "auto" and any(policy.by_arrival for policy in attached_policies(model))
+        )
         self.scoring: Literal["sequence", "store"] = "store" if by_store else "sequence"
         self.prefill_chunk, self.graph, self.compiled, self.seed = prefill_chunk, graph, compiled, seed
         self.new_tokens, self.truncated = max_gen_toks, 0

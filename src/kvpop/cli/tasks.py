@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -43,14 +44,34 @@ def spoken(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def task_named(name: str, allow_code: bool = False) -> Task:
-    """``evals.task_by_name``; ValueError, too, where there is no code to allow."""
+def tasks_named(names: list[str], allow_code: bool = False) -> list[Task]:
+    """``evals.task_by_name`` of each; ValueError, too, for a name that comes twice and where there is no code to allow."""
     from kvpop import evals
 
-    task = evals.task_by_name(name, allow_code)
-    if allow_code and not hasattr(task, "allow_code"):
-        raise ValueError(f"--allow-code: {name} runs no code")
-    return task
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"every task must be named once, got {twice[0]} twice")
+    tasks = [evals.task_by_name(name, allow_code) for name in names]
+    if allow_code and not any(map(runs_code, tasks)):
+        raise ValueError(f"--allow-code: {', '.join(names)} runs no code")
+    return tasks
+
+
+def runs_code(task: Task) -> bool:
+    return hasattr(task, "allow_code")
+
+
+def places_of(names: list[str], out: Path) -> list[Path]:
+    """Where the rollouts of each task go: ``{task}`` in the path is its name, with - for what means something to a shell.
+
+    ValueError for several tasks in one place, and for a place that is a file.
+    """
+    places = [Path(str(out).replace("{task}", re.sub(r"[:=/]", "-", name))) for name in names]
+    if len(set(places)) < len(names):
+        raise ValueError(f"--out of several tasks must have {{task}} in it, to be a directory for each, got {out}")
+    for place in places:
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"--out {place} is a file: rollouts need a directory")
+    return places
 
 
 def chosen_decoding(given: Decoding, **options: Any) -> Decoding:
@@ -107,8 +128,13 @@ def list_tasks(as_json: JsonOption = False) -> None:
 
 @tasks.command()
 def run(
-    name: Annotated[str, typer.Argument(metavar="TASK", help="As kvpop tasks list shows it.")],
-    out: Annotated[Path, typer.Option(help="Directory of rollouts and grades; give it again to go on.")],
+    names: Annotated[list[str], typer.Argument(metavar="TASK...", help="As kvpop tasks list shows them.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Directory of rollouts and grades; give it again to go on. Of several tasks: with {task} in it."
+        ),
+    ],
     model: ModelOption = "smollm2",
     policy: Annotated[
         str, typer.Option(help="dense (the teacher), streaming, streaming-cache, random or tova.")
@@ -147,51 +173,71 @@ def run(
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Sample a model's answers to a task under a policy, and grade them. Ctrl-C is safe: the same command goes on."""
-    from kvpop.evals.rollouts import (
-        Shard,
-        TaskRollouts,
-        check_items,
-        check_numbers,
-        check_thinking,
-        health,
-        run_facts,
-    )
+    """Sample a model's answers to tasks under a policy, and grade them. Ctrl-C is safe: the same command goes on."""
+    from kvpop.evals.rollouts import Shard, TaskRollouts, check_items, check_numbers, check_thinking, run_facts
 
-    task = task_named(name, allow_code)
-    decoding = chosen_decoding(
-        task.decoding, rollouts=rollouts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
-    )  # fmt: skip
-    check_numbers(decoding, items, rows)
+    asked = tasks_named(names, allow_code)
+    sampling = dict(rollouts=rollouts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    decodings = [chosen_decoding(task.decoding, **sampling) for task in asked]
+    for decoding in decodings:
+        check_numbers(decoding, items, rows)
     part = Shard.chosen(shard)
     if workers < 1:
         raise ValueError(f"--workers must be at least 1, got {workers}")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: rollouts need a directory")
+    places = places_of(names, out)
+    if file is not None and len(names) > 1:
+        raise ValueError(f"--file is for one task, got {len(names)}: {', '.join(names)}")
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"--file: no such file {file}")
     chosen, directory, slots = chosen_policy(policy, adapter, budget, sinks, window)
     place, precision = placement(device, dtype)
     graph = chosen_graph(graph, compiled, place)
-    with ERR.status("reading the task"):
+    local = None if file is None else str(file)
+    with ERR.status("reading the tasks"):
         tokenizer = load_tokenizer(model)
         check_thinking(tokenizer, thinking)
-        given = task.items(tokenizer, None if file is None else str(file))
-        check_items(task, given)
-    if items is not None and items > len(given):
-        raise ValueError(f"--items must be at most {len(given)}, the items of {name}, got {items}")
+        given = [task.items(tokenizer, local) for task in asked]
+    for name, task, all_items in zip(names, asked, given):
+        check_items(task, all_items)
+        if items is not None and items > len(all_items):
+            raise ValueError(f"--items must be at most {len(all_items)}, the items of {name}, got {items}")
 
     with ERR.status("loading the model"):
         base, tokenizer, facts = _prepared(model, precision, place, chosen, directory, slots)
-    local = None if file is None else str(file)
     where = {
         "shard": f"{part.index}/{part.count}", "rows": rows, "graph": graph, "compiled": compiled,
         "adapter": adapter, "file": local,
     }  # fmt: skip
-    todo = TaskRollouts(
-        base, tokenizer, task, given, out, decoding=decoding, shard=part, limit=items, rows=rows, thinking=thinking,
-        file=local, identity=facts, run=run_facts(place, **where), graph=graph, compiled=compiled,
-    )  # fmt: skip
+    reports = []
+    for name, task, all_items, decoding, place_out in zip(names, asked, given, decodings, places):
+        if len(names) > 1:
+            ERR.print(f"{name}:", markup=False, highlight=False)
+        todo = TaskRollouts(
+            base, tokenizer, task, all_items, place_out, decoding=decoding, shard=part, limit=items, rows=rows,
+            thinking=thinking, file=local, identity=facts, run=run_facts(place, **where), graph=graph, compiled=compiled,
+        )  # fmt: skip
+        report = {"task": name, **_sampled(todo)}
+        if grade_too and part.count == 1:
+            code = allow_code and runs_code(task)
+            report["grades"] = _grade(task, all_items, place_out, workers, False, code, set(todo.expected))
+        reports.append(report)
+        del todo  # its rows of the cache
+        if not as_json:
+            typer.echo(f"rollouts: {report['rollouts']}")
+            typer.echo(
+                f"{report['capped']} hit the limit of tokens, {report['empty']} are empty, {report['loops']} loop",
+                err=True,
+            )
+            if report["grades"] is not None:
+                _print_grades(report["grades"])
+    if as_json:
+        print_json(reports if len(names) > 1 else reports[0])
+
+
+def _sampled(todo: Any) -> dict[str, Any]:
+    """Sample what is missing, and say what came of it."""
+    from kvpop.evals.rollouts import health
+
     for note in todo.notes:
         typer.echo(f"note: {note}", err=True)
     total, missing, started = len(todo.expected), todo.left, time.perf_counter()
@@ -200,7 +246,7 @@ def run(
     for row in _shown(todo, missing):
         state = health(row)
         counts.update(new=1, tokens=len(row["completion_ids"]), **{key: int(value > 0) for key, value in state.items()})
-    report: dict[str, Any] = {
+    return {
         "rollouts": str(todo.out),
         "new": counts["new"],
         "total": total,
@@ -211,17 +257,6 @@ def run(
         "loops": counts["loop"],
         "grades": None,
     }
-    if grade_too and part.count == 1:
-        report["grades"] = _grade(task, given, out, workers, False, allow_code, set(todo.expected))
-    if as_json:
-        print_json(report)
-    else:
-        typer.echo(f"rollouts: {todo.out}")
-        typer.echo(
-            f"{counts['capped']} hit the limit of tokens, {counts['empty']} are empty, {counts['loop']} loop", err=True
-        )
-        if report["grades"] is not None:
-            _print_grades(report["grades"])
 
 
 def _prepared(
@@ -353,7 +388,7 @@ def grade(
             + (": put its shards together with kvpop tasks merge" if shards else "")
         )
     made_with = read_settings(settings)
-    task = task_named(made_with["task"]["name"], allow_code)
+    (task,) = tasks_named([made_with["task"]["name"]], allow_code)
     before = next((run["file"] for run in reversed(made_with["runs"]) if run.get("file")), None)
     chosen = str(file) if file is not None else before
     if chosen is not None and file_checksum(chosen) != made_with["task"]["checksum"]:

@@ -313,6 +313,15 @@ def content(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "seconds"}
 
 
+def prefill_chunk(model: Any) -> int:
+    """Tokens of a prompt at a time: many on a GPU, where a kernel attends and nobody waits for a single row; but always the
+    same for policies that would hold something else (TOVA)."""
+    from kvpop.attachment import attached_policies
+
+    by_arrival = any(policy.by_arrival for policy in attached_policies(model))
+    return 4096 if model.device.type == "cuda" and not by_arrival else 512
+
+
 class TaskRollouts:
     """Rollouts of a model, under its attached policy, on the first ``limit`` items of a task (None: all), written to
     ``directory`` as they end.
@@ -341,7 +350,7 @@ class TaskRollouts:
 
         check_numbers(decoding, limit, rows)
         # Ids in, ids out: a rollout is turned into text once, at its end.
-        self.engine = Engine(model, rows=rows, graph=graph, compiled=compiled)
+        self.engine = Engine(model, rows=rows, prefill_chunk=prefill_chunk(model), graph=graph, compiled=compiled)
         self.tokenizer, self.task, self.decoding, self.shard, self.rows = tokenizer, task, decoding, shard, rows
         self.items = list(items)[:limit]
         self.prompts = [item_ids(tokenizer, item, thinking) for item in self.items]
@@ -387,8 +396,8 @@ class TaskRollouts:
 
     @property
     def expected(self) -> list[tuple[int, int]]:
-        """(index, rollout) of all that belongs to this file: the first rollout of all items first."""
-        pairs = ((i, r) for r in range(self.decoding.rollouts) for i in range(len(self.items)))
+        """(index, rollout) of all that belongs to this file, item by item: an engine takes in the same prompt once."""
+        pairs = ((i, r) for i in range(len(self.items)) for r in range(self.decoding.rollouts))
         return [pair for pair in pairs if self.shard.has(*pair)]
 
     @property

@@ -170,6 +170,8 @@ class LayerPolicy(nn.Module, ABC):
     """Whether stores that grow can be given what the next steps need beforehand (``Slots.reserve``)."""
     pins_apply = True
     """Whether a pinned token is kept by the stores of this layer."""
+    by_arrival = False
+    """Whether what its stores hold depends on how many tokens come at once."""
 
     def check_rollback(self) -> None:
         """Raise ValueError if a store of this layer cannot take its last tokens back."""

@@ -13,6 +13,8 @@ from kvpop.slots import AttendedSlots, Slots
 
 
 class TovaLayer(LayerPolicy):
+    by_arrival = True
+
     def __init__(self, shape: LayerShape, size: int) -> None:
         super().__init__(shape)
         self.size = size
