@@ -11,7 +11,7 @@ from kvpop.attachment import attach, attached_policies, cache_argument
 from kvpop.budget import Budget
 from kvpop.cache import BoundedCache
 from kvpop.engine import Engine
-from kvpop.policies import KVpop, Streaming
+from kvpop.policies import KVpop, Streaming, Tova
 from kvpop.rollout import generate
 from kvpop.session import Session
 from tests.tiny import VOCAB, tiny_model
@@ -102,6 +102,31 @@ def test_the_engine_captures_one_step_for_rows_of_any_length(policy, compiled: b
         ]
         for _ in engine.run():
             pass
+        return [request.tokens for request in requests]
+
+    assert tokens(True) == tokens(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "policy",
+    [KVpop(SMALL), KVpop(SMALL, scorer="mlp"), KVpop(SMALL, heads=((2, 14), (11, 5))), Streaming(SMALL), Tova(24)],
+    ids=["sum", "mlp", "by head", "streaming", "tova"],
+)
+def test_the_engine_captures_pieces_of_prompts(policy, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lengths of pieces, prompts that come again, one that is pinned: the tokens without graphs."""
+    monkeypatch.setattr("kvpop.engine.SHORT", 16)
+    model = on_gpu(policy, dtype=dtype)
+    lengths = (3, 90, 90, 19, 40, 41, 80, 15, 16, 17, 1)
+    prompts = [text(1, length, length)[0].tolist() for length in lengths]
+    pins = [(4, 5)] if not isinstance(policy, Tova) else []
+
+    def tokens(graph: bool) -> list[list[int]]:
+        engine = Engine(model, rows=3, prefill_chunk=40, graph=graph, prefill_graph=graph)
+        requests = [engine.submit(p, max_new_tokens=20 + i % 5, pinned=pins * (i == 3)) for i, p in enumerate(prompts)]
+        for _ in engine.run():
+            pass
+        assert sorted(engine._pieces) == ([16, 40] if graph else [])
         return [request.tokens for request in requests]
 
     assert tokens(True) == tokens(False)

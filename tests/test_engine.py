@@ -41,7 +41,12 @@ class Pieces:
 
 
 def model_with(name: str = "kvpop", dtype=torch.float64, budget: Budget = BUDGET):
-    made = {"kvpop": KVpop(budget), "dms": DMS(window=budget.window, ratio=2.0, sinks=budget.sinks, offset=0.0)}
+    by_head = KVpop(budget, heads=tuple((1 + layer, 9 - layer) for layer in range(2)))
+    made = {
+        "kvpop": KVpop(budget),
+        "by head": by_head,
+        "dms": DMS(window=budget.window, ratio=2.0, sinks=budget.sinks, offset=0.0),
+    }
     policy = made.get(name) or policy_by_name(name, budget)
     model = attach(tiny_model(dtype=dtype), policy)
     shake(model, 7)
@@ -665,6 +670,45 @@ class Replayed:
 
     def __call__(self) -> torch.Tensor:
         return self.output.copy_(self.step())
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 40])
+@pytest.mark.parametrize("name", ["kvpop", "by head", "streaming", "random", "tova", "streaming-cache"])
+def test_captured_pieces_of_prompts_give_what_plain_ones_give(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where prompts come again, are pinned, or are cancelled halfway."""
+    monkeypatch.setattr("kvpop.engine.SHORT", 16)
+    model = model_with(name)
+    prompts = [prompt for prompt in prompts_of(7, longest=90, seed=4) for _ in range(1 + len(prompt) % 2)]
+    pins = [((4, 5),) if i == 3 and name in ("kvpop", "by head", "streaming") else () for i in range(len(prompts))]
+
+    def texts(graph: bool) -> list[list[int]]:
+        engine = Engine(model, rows=3, prefill_chunk=chunk)
+        engine.graph = engine.prefill_graph = graph
+        requests = [engine.submit(p, pinned=pins[i], **settings_of(i)) for i, p in enumerate(prompts)]
+        for _ in range(3):
+            engine.step()
+        if len(prompts[0]) > 3 * chunk:
+            requests[0].cancel()
+        for _ in engine.run():
+            pass
+        assert graph == bool(engine._pieces)
+        return [request.tokens for request in requests]
+
+    plain = texts(False)
+    monkeypatch.setattr("kvpop.engine.capture", Replayed)
+    Replayed.made = 0
+    assert texts(True) == plain
+    pieces = {16: 1, 40: 2}.get(chunk, 1)
+    assert pieces < Replayed.made <= pieces + 3  # decoding, again where pins moved the store
+
+
+def test_pieces_are_captured_only_where_they_can_be() -> None:
+    with pytest.raises(
+        ValueError, match=r"prefill_graph=True needs graph=True and stores of a fixed size, got graph=False"
+    ):
+        Engine(model_with(), prefill_graph=True)
 
 
 @pytest.mark.parametrize("name", ["kvpop", "streaming", "random", "tova", "streaming-cache", "dms", "dense"])

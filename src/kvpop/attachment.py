@@ -116,13 +116,17 @@ def padding_mask(
         return None
     covered, new = attention_mask.shape[-1], int(q_length)
     mask = attention_mask[:, -new:].bool().contiguous()  # a view would have another stride at every step
-    if torch.compiler.is_compiling() or (new == 1 and mask.device.type != "cpu"):
+    if torch.compiler.is_compiling() or (mask.device.type != "cpu" and (new == 1 or _capturing())):
         return mask  # no look at its values: that would wait for the device
     if covered not in (new, int(kv_length)):
         raise ValueError(
             f"the attention mask covers {covered} tokens, but {int(kv_length)} were given, {new} of them new"
         )
     return None if mask.shape[1] == new and bool(mask.all()) else mask
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _looks_ahead(mask_function: Any) -> bool:

@@ -28,6 +28,10 @@ from kvpop.sampling import Sampling, checked, draw, upload
 # Shapes: B rows, n new tokens of one prompt, V vocabulary.
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+PREFILL_GRAPH = False
+"""Whether engines capture pieces of prompts, too, where they can. Off: that has not run on a GPU yet."""
+SHORT = 512
+"""Pieces of prompts up to this length are padded to no more than this, if they are captured."""
 AHEAD = 64
 """Steps that memory is reserved for at a time, where stores grow."""
 
@@ -118,6 +122,10 @@ class Engine:
     stores of a fixed size or that can reserve memory. ``compiled``: with its decoder layers compiled, which takes a minute at
     the first step; of the kinds that ``projections.step`` knows, in half precision, little is left to compile.
 
+    ``prefill_graph``: pieces of prompts are graphs as well, padded in front to ``prefill_chunk`` tokens (or to 512, if that is
+    enough): launching hundreds of kernels a layer takes longer than their work, for prompts of some hundred tokens or a small
+    model. For stores of a fixed size; prompts with pins are taken in as without it.
+
     An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
     memory, an interrupt), what it has written is unknown: every request that has a row ends with that error, it is raised,
     and the engine goes on with those that wait.
@@ -127,7 +135,7 @@ class Engine:
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, *, rows: int = 8, prefill_chunk: int = 512,
-        graph: bool | None = None, compiled: bool = False,
+        graph: bool | None = None, compiled: bool = False, prefill_graph: bool | None = None,
     ) -> None:  # fmt: skip
         for name, value in (("rows", rows), ("prefill_chunk", prefill_chunk)):
             _at_least_1(name, value)
@@ -143,6 +151,15 @@ class Engine:
         self.graph, self.compiled = possible if graph is None else graph, compiled
         if compiled and not self.graph:
             raise ValueError("compiled=True is for steps that are captured as a graph: leave it out")
+        bounded = self.graph and all(policy.bounded for policy in self.policies)
+        if prefill_graph and not bounded:
+            raise ValueError(
+                f"prefill_graph=True needs graph=True and stores of a fixed size, got graph={self.graph} and "
+                f"{self.policies[0].label}"
+            )
+        self.prefill_graph = (PREFILL_GRAPH and bounded) if prefill_graph is None else prefill_graph
+        self._pieces: dict[int, tuple[Captured, Tensor]] = {}  # by length
+        self._prompt: BoundedCache | None = None  # of one row, into which captured pieces are taken
         self._captured: Captured | None = None
         self._inputs = torch.empty(0)
         self._addresses: list[int] = []
@@ -237,6 +254,7 @@ class Engine:
             return [self._take(request, token) for request, token in zip(requests, token_B.tolist())]
         except BaseException as error:
             self._captured = self._last = None
+            self._pieces.clear()
             for request in filter(None, self.rows):
                 self._end(request, "error", error)
             raise
@@ -252,13 +270,11 @@ class Engine:
                     break
                 room -= len(part)
                 self._last = None  # its memory is that of the next
-                positions = range(request.seen, request.seen + len(part))
-                ids_1n, position_1n = upload([[part], [positions]], self.device)
-                logits_1V = self._forward(request.cache, ids_1n, position_1n)
+                logits_V = self._take_in(request, part)
                 request.seen += len(part)
                 if request.seen < len(request.prompt):
                     continue
-                last = self._last = (request, request.cache, logits_1V[0])
+                last = self._last = (request, request.cache, logits_V)
             _, cache, logits_V = last
             if self.cache is None:
                 self.cache = cache.like(len(self.rows))
@@ -267,6 +283,31 @@ class Engine:
             request.seen, request.cache = len(request.prompt), None
             complete.append((request, logits_V))
         return complete
+
+    def _take_in(self, request: Request, part: list[int]) -> Tensor:
+        """The logits [V] behind the next piece of a prompt, which goes into the request's cache."""
+        positions = range(request.seen, request.seen + len(part))
+        if not self.prefill_graph or request.pinned:
+            assert request.cache is not None
+            ids_1n, position_1n = upload([[part], [positions]], self.device)
+            return self._forward(request.cache, ids_1n, position_1n)[0]
+        if self._prompt is None:
+            self._prompt = BoundedCache(self.model)
+            self._prompt.allocate(1)
+        if request.seen == 0:
+            self._prompt.clear(0)
+            request.cache = self._prompt
+        size = min(SHORT, self.prefill_chunk) if len(part) <= SHORT else self.prefill_chunk
+        pad = [0] * (size - len(part))
+        captured, inputs_31n = self._pieces.get(size) or self._capture_piece(size, self._prompt)
+        inputs_31n.copy_(upload([[pad + part], [[*pad, *positions]], [pad + [1] * len(part)]], self.device))
+        return captured()[0].clone()
+
+    def _capture_piece(self, size: int, cache: BoundedCache) -> tuple[Captured, Tensor]:
+        inputs = torch.zeros(3, 1, size, dtype=torch.long, device=self.device)  # nothing but padding: changes nothing
+        with fused(self.model):
+            self._pieces[size] = capture(lambda: self._forward(cache, *inputs)), inputs
+        return self._pieces[size]
 
     def _next_prompt(self) -> Request | None:
         """The request whose prompt is being taken in; else the first that waits, if a row is free."""

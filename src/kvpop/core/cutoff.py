@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Literal, get_args
 
@@ -136,7 +137,14 @@ def _checked(k: PerHead, rank_XA: Tensor) -> int | tuple[int, ...]:
 
 
 def _on_device(k: int | tuple[int, ...], like: Tensor) -> int | Tensor:
-    return k if isinstance(k, int) else torch.tensor(k, dtype=torch.int32, device=like.device)
+    return k if isinstance(k, int) else _numbers(k, like.device)
+
+
+@cache
+def _numbers(k: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copied to the device once: what is captured cannot copy, and reads them where they are."""
+    with torch.inference_mode(False):
+        return torch.tensor(k, dtype=torch.int32, device=device)
 
 
 def _of_rows(ks: Sequence[int | tuple[int, ...]], rank_XA: Tensor) -> Tensor:
