@@ -300,7 +300,7 @@ roll() {
 }
 
 # folder TASK: what kvpop puts in the place of {task}.
-folder() { echo "${1//[:=\/]/-}"; }
+folder() { echo "${1//[:\/]/-}"; }
 
 # table NAME TASK...: all methods at all budgets, and the report. Cells of a row share a command: their model is loaded once.
 table() {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
+import weakref
 
 import pytest
 import torch
@@ -287,6 +289,35 @@ def test_a_prompt_that_comes_again_is_taken_in_once_and_gives_what_it_gives_alon
                 assert held[request.id, step.seen] == [layer[0] for layer in cache.held_positions()]
         assert n + 1 == len(request.tokens)
     assert len(held) > 50
+
+
+@pytest.mark.parametrize("name", ["kvpop", "dms", "dense"])
+def test_the_last_prompt_is_let_go_of_before_the_next_is_taken_in(name, monkeypatch):
+    engine = Engine(model_with(name), rows=2, prefill_chunk=16)
+    seen, take_in = [], engine._take_in
+
+    def watch(request, part):
+        gc.collect()
+        seen.append(sum(cache() is not None for cache in before))
+        logits = take_in(request, part)
+        before.append(weakref.ref(request.cache))
+        return logits
+
+    before: list[weakref.ref[BoundedCache]] = []
+    monkeypatch.setattr(engine, "_take_in", watch)
+    engine.generate([[3 + i] * 12 for i in range(5)], max_new_tokens=6)
+    assert seen == [0] * 5
+
+
+def test_a_pass_that_breaks_off_forgets_the_last_prompt(monkeypatch):
+    engine = Engine(model_with("kvpop"), rows=2, prefill_chunk=64)
+    first, second = (engine.submit([5] * 20, max_new_tokens=9) for _ in range(2))
+    engine.step()
+    monkeypatch.setattr(engine, "_decode", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert engine._last is None
+    assert (first.finish_reason, second.finish_reason) == ("error", "error")
 
 
 def test_prompts_that_differ_in_their_pins_are_taken_in_each(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -40,6 +41,7 @@ from kvpop.evals.rollouts import (
     merge,
     model_facts,
     policy_facts,
+    prefill_chunk,
     read_rows,
     rollout_seed,
 )
@@ -705,11 +707,67 @@ def test_several_tasks_need_a_place_each(folder, tmp_path, monkeypatch):
     assert f"--out {tmp_path / 'code'} is a file" in refused(*common, "--out", tmp_path / "{task}")
     place = ["--out", tmp_path / "out-{task}"]
     assert "--file is for one task, got 2: words, code" in refused(*common, *place, "--file", tmp_path / "code")
+    assert f"--out {tmp_path / 'code'} is a file" in refused(*common, "--out", tmp_path / "code" / "{task}")
     assert "every task must be named once, got words twice" in refused(*common, "words", *place)
     assert places_of(["reasoning:a:b=1", "gsm8k"], Path("x/{task}/y")) == [
-        Path("x/reasoning-a-b-1/y"),
+        Path("x/reasoning-a-b=1/y"),
         Path("x/gsm8k/y"),
     ]
+    with pytest.raises(ValueError, match="--out gives a:b and a/b the same directory, x-a-b"):
+        places_of(["a:b", "c", "a/b"], Path("x-{task}"))
+    greedy = refused(*common, *place, "--temperature", "0", "--rollouts", "2")
+    assert "--rollouts must be 1 at temperature 0, where all are the same, got 2 for words" in greedy
+
+
+def test_what_is_wrong_with_a_later_task_is_said_before_the_first_begins(folder, tmp_path, monkeypatch):
+    common = ["--model", folder / "model", "--device", "cpu", "--rollouts", "2", "--json"]
+    first = call("tasks", "run", "code", *common, "--temperature", "0.5", "--out", tmp_path / "code")
+    assert first.exit_code == 0, first.stderr
+    both = ["tasks", "run", "words", "code", *common, "--out"]
+    assert "decoding.temperature 0.5, now 1.0" in refused(*both, tmp_path / "{task}")
+    assert not list(read_rows(tmp_path / "words" / "rollouts.jsonl"))
+    # What has been finished is reported, also where a later task fails.
+    tasks_cli = importlib.import_module("kvpop.cli.tasks")
+    sampled = tasks_cli._sampled
+
+    def failing(todo):
+        if todo.task.name == "code":
+            raise ValueError("no more")
+        return sampled(todo)
+
+    monkeypatch.setattr(tasks_cli, "_sampled", failing)
+    result = call(*both, tmp_path / "two-{task}")
+    assert result.exit_code == 2
+    (report,) = json.loads(result.stdout)
+    assert (report["task"], report["new"]) == ("words", 10)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+@pytest.mark.parametrize("stops", [True, False])
+def test_rollouts_of_an_item_take_in_its_prompt_once(model, rows, stops, tmp_path, monkeypatch):
+    """Also where all rows end together."""
+    run = make(model, tmp_path, rows=rows, rollouts=7)
+    if not stops:
+        run.stop = set()
+    taken, forward = [], run.engine._forward
+
+    def count(cache, ids, position, valid=None):
+        if valid is None:
+            taken.append(ids.shape[1])
+        return forward(cache, ids, position, valid)
+
+    monkeypatch.setattr(run.engine, "_forward", count)
+    assert len(list(run.run())) == 35
+    assert sum(taken) == sum(map(len, run.prompts))
+
+
+def test_pieces_of_prompts_are_long_on_a_gpu_but_for_policies_that_would_hold_something_else(monkeypatch):
+    for policy, expected in ((Streaming(Budget(1, 3, 8)), 4096), (Dense(), 4096), (Tova(12), 512)):
+        model = attach(tiny_model(dtype=torch.float32), policy)
+        assert prefill_chunk(model) == 512
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "device", torch.device("cuda"))
+            assert prefill_chunk(model) == expected
 
 
 def test_an_interrupt_is_safe(folder, tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ class Request:
     ``tokens`` are what was generated, a stop token included. ``text`` is their text without special tokens, a stop token,
     or a stop string and what follows it; what may yet become a stop string or a whole character is held back. ``seen``
     tokens were taken in by the model. ``finish_reason`` is None until the end; ``error`` says more if it is "error". Times
-    are seconds of ``time.perf_counter``.
+    are seconds of ``time.perf_counter``; ``started`` is when it got a row.
     """
 
     id: int
@@ -63,6 +63,7 @@ class Request:
     text: str = ""
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
+    started: float | None = None
     first_token: float | None = None
     finished: float | None = None
 
@@ -114,7 +115,8 @@ class Engine:
 
     A step takes in at most ``prefill_chunk`` tokens of prompts, then decodes one token of every row that is ready: a long
     prompt does not stall the others. Prompts are prefilled alone, in order of submission, cut every ``prefill_chunk`` tokens;
-    one that is the same as the last, pins included, is copied from it while the engine is busy (one row's memory more).
+    one that is the same as the last, pins included, is copied from it as long as the engine has anything to do (do not change
+    weights meanwhile). That takes the memory of one row more, as taking a prompt in does.
     Decoding has static shapes, and rows that are idle change nothing. Not for several threads at once.
 
     ``graph``: decoding steps are one CUDA graph, captured at the first of them and again if a store had to move (pins, pages of
@@ -263,8 +265,7 @@ class Engine:
         """Take in a step's share of the prompts; requests whose prompt is complete, each with its last logits [V]."""
         complete, room = [], self.prefill_chunk
         while (request := self._next_prompt()) is not None and request.cache is not None and request.row is not None:
-            last = self._last
-            if last is None or (last[0].prompt, last[0].pinned) != (request.prompt, request.pinned):
+            if not self._known(request):
                 part = request.prompt[request.seen : request.seen + self.prefill_chunk]
                 if len(part) > room:
                     break
@@ -274,15 +275,25 @@ class Engine:
                 request.seen += len(part)
                 if request.seen < len(request.prompt):
                     continue
-                last = self._last = (request, request.cache, logits_V)
-            _, cache, logits_V = last
-            if self.cache is None:
-                self.cache = cache.like(len(self.rows))
-            self.cache.put(request.row, cache)
-            self._reserved = 0
-            request.seen, request.cache = len(request.prompt), None
-            complete.append((request, logits_V))
+                self._last = (request, request.cache, logits_V)
+            complete.append((request, self._placed(request, request.row)))
         return complete
+
+    def _known(self, request: Request) -> bool:
+        """Whether the prompt is the last one."""
+        last = None if self._last is None else self._last[0]
+        return last is not None and (last.prompt, last.pinned) == (request.prompt, request.pinned)
+
+    def _placed(self, request: Request, row: int) -> Tensor:
+        """Copy the last prompt's cache, which is this one's, into its row; the prompt's last logits [V]."""
+        assert self._last is not None
+        _, cache, logits_V = self._last
+        if self.cache is None:
+            self.cache = cache.like(len(self.rows))
+        self.cache.put(row, cache)
+        self._reserved = 0
+        request.seen, request.cache = len(request.prompt), None
+        return logits_V
 
     def _take_in(self, request: Request, part: list[int]) -> Tensor:
         """The logits [V] behind the next piece of a prompt, which goes into the request's cache."""
@@ -317,7 +328,7 @@ class Engine:
         if not self.waiting or None not in self.rows:
             return None
         request = self.waiting.popleft()
-        request.row = self.rows.index(None)
+        request.row, request.started = self.rows.index(None), time.perf_counter()
         self.rows[request.row] = request
         return request
 

@@ -48,9 +48,9 @@ def tasks_named(names: list[str], allow_code: bool = False) -> list[Task]:
     """``evals.task_by_name`` of each; ValueError, too, for a name that comes twice and where there is no code to allow."""
     from kvpop import evals
 
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"every task must be named once, got {twice[0]} twice")
     tasks = [evals.task_by_name(name, allow_code) for name in names]
+    if twice := [name for name, count in Counter(task.name for task in tasks).items() if count > 1]:
+        raise ValueError(f"every task must be named once, got {twice[0]} twice")
     if allow_code and not any(map(runs_code, tasks)):
         raise ValueError(f"--allow-code: {', '.join(names)} runs no code")
     return tasks
@@ -61,25 +61,29 @@ def runs_code(task: Task) -> bool:
 
 
 def places_of(names: list[str], out: Path) -> list[Path]:
-    """Where the rollouts of each task go: ``{task}`` in the path is its name, with - for what means something to a shell.
+    """Where the rollouts of each task go: ``{task}`` in the path is its name, with - for : and /.
 
-    ValueError for several tasks in one place, and for a place that is a file.
+    ValueError for several tasks in one place, and for a place that is a file, or in one.
     """
-    places = [Path(str(out).replace("{task}", re.sub(r"[:=/]", "-", name))) for name in names]
-    if len(set(places)) < len(names):
+    places = [Path(str(out).replace("{task}", re.sub("[:/]", "-", name))) for name in names]
+    if len(names) > 1 and "{task}" not in str(out):
         raise ValueError(f"--out of several tasks must have {{task}} in it, to be a directory for each, got {out}")
-    for place in places:
-        if place.exists() and not place.is_dir():
-            raise ValueError(f"--out {place} is a file: rollouts need a directory")
+    for name, place in zip(names, places):
+        if place in places[: names.index(name)]:
+            raise ValueError(f"--out gives {names[places.index(place)]} and {name} the same directory, {place}")
+        if found := [path for path in (place, *place.parents) if path.exists() and not path.is_dir()]:
+            raise ValueError(f"--out {found[0]} is a file: rollouts need a directory")
     return places
 
 
-def chosen_decoding(given: Decoding, **options: Any) -> Decoding:
-    """The task's way of sampling with what was given on the command line; greedy without another number is one rollout."""
+def chosen_decoding(name: str, given: Decoding, **options: Any) -> Decoding:
+    """A task's way of sampling with what was given on the command line; greedy without another number is one rollout."""
     chosen = replace(given, **{name: value for name, value in options.items() if value is not None})
     if chosen.temperature == 0 and chosen.rollouts > 1:
         if options.get("rollouts") is not None:
-            raise ValueError(f"--rollouts must be 1 at temperature 0, where all are the same, got {chosen.rollouts}")
+            raise ValueError(
+                f"--rollouts must be 1 at temperature 0, where all are the same, got {chosen.rollouts} for {name}"
+            )
         chosen = replace(chosen, rollouts=1)
     return chosen
 
@@ -178,7 +182,7 @@ def run(
 
     asked = tasks_named(names, allow_code)
     sampling = dict(rollouts=rollouts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
-    decodings = [chosen_decoding(task.decoding, **sampling) for task in asked]
+    decodings = [chosen_decoding(task.name, task.decoding, **sampling) for task in asked]
     for decoding in decodings:
         check_numbers(decoding, items, rows)
     part = Shard.chosen(shard)
@@ -208,30 +212,39 @@ def run(
         "shard": f"{part.index}/{part.count}", "rows": rows, "graph": graph, "compiled": compiled,
         "adapter": adapter, "file": local,
     }  # fmt: skip
-    reports = []
-    for name, task, all_items, decoding, place_out in zip(names, asked, given, decodings, places):
-        if len(names) > 1:
-            ERR.print(f"{name}:", markup=False, highlight=False)
-        todo = TaskRollouts(
+    todos = [
+        TaskRollouts(
             base, tokenizer, task, all_items, place_out, decoding=decoding, shard=part, limit=items, rows=rows,
             thinking=thinking, file=local, identity=facts, run=run_facts(place, **where), graph=graph, compiled=compiled,
-        )  # fmt: skip
-        report = {"task": name, **_sampled(todo)}
-        if grade_too and part.count == 1:
-            code = allow_code and runs_code(task)
-            report["grades"] = _grade(task, all_items, place_out, workers, False, code, set(todo.expected))
-        reports.append(report)
-        del todo  # its rows of the cache
-        if not as_json:
-            typer.echo(f"rollouts: {report['rollouts']}")
-            typer.echo(
-                f"{report['capped']} hit the limit of tokens, {report['empty']} are empty, {report['loops']} loop",
-                err=True,
-            )
-            if report["grades"] is not None:
-                _print_grades(report["grades"])
-    if as_json:
-        print_json(reports if len(names) > 1 else reports[0])
+        )
+        for task, all_items, decoding, place_out in zip(asked, given, decodings, places)
+    ]  # fmt: skip
+    reports: list[dict[str, Any]] = []
+    try:
+        for name, task, all_items, place_out in zip(names, asked, given, places):
+            if len(names) > 1:
+                ERR.print(f"{name}:", markup=False, highlight=False)
+            todo = todos.pop(0)
+            report = {"task": name, **_sampled(todo)}
+            if grade_too and part.count == 1:
+                code = allow_code and runs_code(task)
+                report["grades"] = _grade(task, all_items, place_out, workers, False, code, set(todo.expected))
+            reports.append(report)
+            del todo  # its rows of the cache
+            if not as_json:
+                _print_run(report)
+    finally:  # also of the tasks before one that failed
+        if as_json and reports:
+            print_json(reports if len(names) > 1 else reports[0])
+
+
+def _print_run(report: dict[str, Any]) -> None:
+    typer.echo(f"rollouts: {report['rollouts']}")
+    typer.echo(
+        f"{report['capped']} hit the limit of tokens, {report['empty']} are empty, {report['loops']} loop", err=True
+    )
+    if report["grades"] is not None:
+        _print_grades(report["grades"])
 
 
 def _sampled(todo: Any) -> dict[str, Any]:

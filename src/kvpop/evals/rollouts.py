@@ -12,7 +12,6 @@ import operator
 import os
 import platform
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -418,23 +417,24 @@ class TaskRollouts:
 
         Raises the error that a rollout ends in (logits that are NaN). Stopped anywhere, what is in the file stays.
         """
-        running: dict[Any, tuple[tuple[int, int], float]] = {}
+        running: dict[Any, tuple[int, int]] = {}
         try:
             with appending(self.out) as file:
                 if self.out.stat().st_size != self.size:  # another run was faster
                     self._look()
                 todo = iter(self.missing)
                 while True:
-                    free = sum(row is None for row in self.engine.rows) - len(self.engine.waiting)
-                    for pair in (pair for _, pair in zip(range(free), todo)):
-                        running[self._submit(*pair)] = (pair, time.perf_counter())
+                    # One waits always: an engine with nothing to do forgets the prompt, which the next may have, too.
+                    room = 1 + sum(row is None for row in self.engine.rows) - len(self.engine.waiting)
+                    for pair in (pair for _, pair in zip(range(room), todo)):
+                        running[self._submit(*pair)] = pair
                     if not running:
                         break
                     for event in self.engine.step():
                         self.generated += 1
                         if event.request.finish_reason is not None:
-                            pair, started = running.pop(event.request)
-                            row = self._row(event.request, *pair, time.perf_counter() - started)
+                            pair = running.pop(event.request)
+                            row = self._row(event.request, *pair)
                             file.write(json.dumps(row, ensure_ascii=False) + "\n")
                             file.flush()
                             self.done.add(pair)
@@ -456,7 +456,7 @@ class TaskRollouts:
             seed=rollout_seed(self.task.name, self.items[index].id, rollout), stop_ids=self.stop,
         )  # fmt: skip
 
-    def _row(self, request: Any, index: int, rollout: int, seconds: float) -> dict[str, Any]:
+    def _row(self, request: Any, index: int, rollout: int) -> dict[str, Any]:
         if request.error is not None:
             raise request.error
         item = self.items[index]
@@ -472,7 +472,7 @@ class TaskRollouts:
             "text": self.tokenizer.decode(request.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False),
             "finish_reason": request.finish_reason,
             "decoding": self.settings,
-            "seconds": round(seconds, 3),
+            "seconds": round(request.finished - request.started, 3),
             "fields": dict(item.fields),
         }
 
