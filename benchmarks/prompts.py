@@ -57,15 +57,12 @@ def main() -> None:
                 for graph in (False, True):
                     engine = Engine(model, rows=1, prefill_chunk=chunk, graph=True, prefill_graph=graph)
                     for tokens in options.tokens:
-                        ms, floor = (
-                            1e3 * until_first_token(engine, tokens, options.repeats),
-                            2e3 * weights * tokens / PEAK,
-                        )
+                        ms = 1e3 * until_first_token(engine, tokens, options.repeats)
+                        floor = 2e3 * weights * tokens / PEAK
                         row = {"shape": shape, "policy": policy, "chunk": chunk, "graph": graph, "tokens": tokens}
-                        rows.append(
-                            row | {"ms": round(ms, 2), "floor_ms": round(floor, 3), "ratio": round(ms / floor, 1)}
-                        )
-                        print(rows[-1], flush=True)
+                        row |= {"ms": round(ms, 2), "floor_ms": round(floor, 3), "ratio": round(ms / floor, 1)}
+                        rows.append(row)
+                        print(row, flush=True)
                     del engine
         del model
         torch.cuda.empty_cache()

@@ -124,15 +124,15 @@ class Engine:
     stores of a fixed size or that can reserve memory. ``compiled``: with its decoder layers compiled, which takes a minute at
     the first step; of the kinds that ``projections.step`` knows, in half precision, little is left to compile.
 
-    ``prefill_graph``: pieces of prompts are graphs as well, padded in front to ``prefill_chunk`` tokens (or to 512, if that is
-    enough): launching hundreds of kernels a layer takes longer than their work, for prompts of some hundred tokens or a small
-    model. For stores of a fixed size; prompts with pins are taken in as without it.
+    ``prefill_graph`` (off unless asked for): pieces of prompts are graphs as well, padded in front to ``prefill_chunk`` tokens,
+    or to 512 if that is enough: launching hundreds of kernels a layer takes longer than their work, for prompts of some hundred
+    tokens or a small model. For stores of a fixed size; prompts with pins are taken in as without it.
 
     An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
     memory, an interrupt), what it has written is unknown: every request that has a row ends with that error, it is raised,
     and the engine goes on with those that wait.
 
-    Raises ValueError for a model without a policy, for settings below 1, and for a ``graph`` where there can be none.
+    Raises ValueError for a model without a policy, for settings below 1, and for graphs where there can be none.
     """
 
     def __init__(
@@ -210,10 +210,8 @@ class Engine:
         ids, last_ids = self._checked_ids("the prompt", prompt), self._checked_ids("stop_ids", stop_ids)
         if not ids:
             raise ValueError("the prompt must have at least 1 token, got none")
-        cache, spans = (
-            BoundedCache(self.model),
-            tuple((operator.index(start), operator.index(end)) for start, end in pinned),
-        )
+        cache = BoundedCache(self.model)
+        spans = tuple((operator.index(start), operator.index(end)) for start, end in pinned)
         if spans:
             cache.pin(list(spans))
         words = None if self.tokenizer is None else Words(self.tokenizer, strings)
