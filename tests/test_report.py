@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,19 @@ def test_the_papers_averages_follow_from_its_figures():
     assert sum(sum(figures) for _, _, figures in paper.TABLE_2.models["Qwen3-4B-Instruct-2507"][1]) == pytest.approx(
         11.64
     )
+
+
+def test_a_report_needs_no_torch(tmp_path):
+    """Nor seconds to import it."""
+    for name, policy in (("t", "dense"), ("s", "kvpop")):
+        write(tmp_path / name, [[1, 1], [1, 0], [0, 1]], policy=policy, slots=None if policy == "dense" else 4096)
+    code = (
+        "import sys; from typer.testing import CliRunner; from kvpop.cli import app; "
+        f"done = CliRunner().invoke(app, ['report', {str(tmp_path)!r}, '--draws', '20']); "
+        "print(done.exit_code, [name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "0 []"
 
 
 # Numbers

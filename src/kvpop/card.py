@@ -10,11 +10,12 @@ from huggingface_hub import ModelCardData
 
 from kvpop.adapter import load_policy, read_config
 from kvpop.budget import SLOT_OVERHEAD_BYTES, cache_bytes, dense_bytes, entry_bytes
+from kvpop.jsonl import flat
 from kvpop.lora import LORA_WEIGHTS
 from kvpop.models import EMBEDDED_ID, EMBEDDED_NAMES
 from kvpop.policies import LayerShape
 from kvpop.policies.base import layer_budget
-from kvpop.weights import BASE, BASE_INDEX, flat
+from kvpop.weights import BASE, BASE_INDEX
 
 ELEMENT_BYTES = 2
 """Bytes are stated for a cache of 16-bit keys and values."""

@@ -7,8 +7,40 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a file: its ``values`` by name, where it stands, and the field that holds the text, of one that has."""
+
+    values: dict[str, Any]
+    where: str
+    field: str = "text"
+
+
+def json_rows(path: Path) -> Iterator[Row]:
+    """One row a line of a JSONL file, blank lines aside. Raises ValueError for an empty file or a line that is no object."""
+    empty = True
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                empty = False
+                yield Row(_parse(line, f"{path}:{number}"), f"{path}:{number}")
+    if empty:
+        raise ValueError(f"the file {path} is empty")
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not a line of JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return row
 
 
 def cut_last_line(path: Path) -> bool:
@@ -41,10 +73,16 @@ def appending(path: Path) -> Iterator[TextIO]:
                 return
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as one of dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What ``new`` says otherwise than ``old``, a phrase each: "model.id 'a', now 'b'"."""
-    from kvpop.weights import flat  # not above: whoever only reads a file needs no torch
-
     before, now = flat(old), flat(new)
     keys = [*now, *(key for key in before if key not in now)]
     return [f"{key} {before.get(key)!r}, now {now.get(key)!r}" for key in keys if before.get(key) != now.get(key)]

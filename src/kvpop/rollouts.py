@@ -15,9 +15,9 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from kvpop.corpora import champ_statements
-from kvpop.data.sources import champ_split_of, json_rows, tokenizer_fingerprint
+from kvpop.data.sources import champ_split_of, tokenizer_fingerprint
 from kvpop.engine import Engine, Request
-from kvpop.jsonl import cut_last_line
+from kvpop.jsonl import cut_last_line, json_rows
 from kvpop.rollout import prompt_ids
 from kvpop.sampling import Sampling
 from kvpop.weights import write_json

@@ -108,14 +108,6 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one of dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copies on the CPU in one safetensors file, written atomically."""
     temporary = path.with_name(f".{path.name}.tmp")

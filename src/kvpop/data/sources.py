@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpop.corpora import SPLITS, champ_texts
+from kvpop.jsonl import Row, json_rows
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 PARQUET_ROWS = 256
@@ -29,15 +29,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool = True) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Row:
-    """One document before it is text: its ``values`` by name, the field that holds the text, and where it stands."""
-
-    values: dict[str, Any]
-    where: str
-    field: str = "text"
 
 
 def rows_from(source: str) -> Iterator[Row]:
@@ -108,28 +99,6 @@ def _file_rows(path: Path) -> Iterator[Row]:
         if not text.strip():
             raise ValueError(f"the file {path} is empty")
         yield Row({"text": text}, str(path))
-
-
-def json_rows(path: Path) -> Iterator[Row]:
-    """One row a line of a JSONL file, blank lines aside. Raises ValueError for an empty file or a line that is no object."""
-    empty = True
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                empty = False
-                yield Row(_parse(line, f"{path}:{number}"), f"{path}:{number}")
-    if empty:
-        raise ValueError(f"the file {path} is empty")
-
-
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not a line of JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    return row
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -25,6 +25,7 @@ from kvpop.distill.passes import Batch, LanguagePass
 from kvpop.distill.scoring import Scorers, gradient, rows_drawn
 from kvpop.distill.world import World, shard
 from kvpop.documents import Documents
+from kvpop.jsonl import flat
 from kvpop.kl import TopLogits, distillation_kl, teacher_logits
 from kvpop.models import check_head
 from kvpop.policies import Dense, GateSampling, LayerPolicy, LayerView, Policy, RankedLayer, SequencePass
@@ -33,7 +34,6 @@ from kvpop.policies.dms import closed_counts, shortfall, target_at
 from kvpop.supervision import Summary, Supervised
 from kvpop.trained import Trained as Adapter
 from kvpop.trained import recipe_of, settings_of
-from kvpop.weights import flat
 
 # Shapes: B batch, H KV heads, S sequence, E model width.
 

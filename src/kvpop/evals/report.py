@@ -17,7 +17,7 @@ from kvpop.evals import paper
 from kvpop.evals.grades import GRADES, SCORE, read_grader, tally
 from kvpop.evals.rollouts import STEM, place_of, read_rows, read_settings
 from kvpop.evals.statistics import Comparison, Interval, Scores, compare, estimate, pass_at_k, sentence
-from kvpop.jsonl import differences
+from kvpop.jsonl import differences, flat
 
 FORMATS = ("md", "latex", "json")
 TEACHER = "Teacher"
@@ -300,8 +300,6 @@ def _tell_apart(rows: Sequence[dict[str, Any]]) -> None:
 
 def _facts(key: tuple[Any, ...]) -> dict[str, str]:
     """What tells a method from another of its name, in the words of a label, the plainest first."""
-    from kvpop.weights import flat  # not above: it needs torch
-
     policy, slots = json.loads(key[1]), key[2]
     return {
         "slots": f"{slots} slots",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpop.evals.base import Decoding, Item, Task
-from kvpop.jsonl import appending, cut_last_line, differences, sort_lines
+from kvpop.jsonl import appending, cut_last_line, differences, json_rows, sort_lines
 
 FORMAT = 1
 STEM = "rollouts"
@@ -292,8 +292,6 @@ ROLLOUT = {**PLACE, "item": str, "text": str, "completion_ids": list}
 def read_rows(path: Path, needs: Mapping[str, Any] = ROLLOUT) -> Iterator[dict[str, Any]]:
     """The rows in a file of rollouts (or grades, by what they need). Raises ValueError, with file and line, for one that is
     none."""
-    from kvpop.data.sources import json_rows
-
     if not path.is_file() or not path.stat().st_size:
         return
     for row in json_rows(path):
