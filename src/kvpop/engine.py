@@ -313,7 +313,10 @@ class Engine:
         return captured()[0].clone()
 
     def _capture_piece(self, size: int, cache: BoundedCache) -> tuple[Captured, Tensor]:
-        inputs = torch.zeros(3, 1, size, dtype=torch.long, device=self.device)  # nothing but padding: changes nothing
+        with torch.inference_mode(False):
+            inputs = torch.zeros(
+                3, 1, size, dtype=torch.long, device=self.device
+            )  # nothing but padding: changes nothing
         with fused(self.model):
             self._pieces[size] = capture(lambda: self._forward(cache, *inputs)), inputs
         return self._pieces[size]
@@ -352,7 +355,8 @@ class Engine:
             self._reserved = AHEAD
         self._reserved -= 1
         if self._captured is None:
-            self._inputs = inputs = torch.zeros_like(inputs_3B1)  # no row is there: warming up changes nothing
+            with torch.inference_mode(False):  # where this began says nothing of where it goes on
+                self._inputs = inputs = torch.zeros_like(inputs_3B1)  # no row is there: warming up changes nothing
             with compiled_layers(self.model, fused=True) if self.compiled else fused(self.model):
                 self._captured = capture(lambda: self._forward(cache, *inputs))
             self._addresses = _addresses(cache)
