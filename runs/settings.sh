@@ -304,11 +304,11 @@ folder() { echo "${1//[:\/]/-}"; }
 
 # table NAME TASK...: all methods at all budgets, and the report. Cells of a row share a command: their model is loaded once.
 table() {
-  local name=$1 task method budget row place alike=()
+  local name=$1 task method budget row place alike=() apart=()
   shift
   ready "${METHODS[@]}"
   for task in "$@"; do
-    [[ -n $(own "$task")$(code "$task") ]] || alike+=("$task")
+    if [[ -n $(own "$task")$(code "$task") ]]; then apart+=("$task"); else alike+=("$task"); fi
   done
   for method in "${METHODS[@]}"; do
     for budget in "${BUDGETS[@]}"; do
@@ -316,9 +316,8 @@ table() {
       [[ $method != dense ]] || row=dense
       place=$WORK/$name/{task}/$row
       ((!${#alike[@]})) || aside once "$WORK/$name/$row.done" roll "$method" "$budget" "$place" "${ITEMS:-all}" "${alike[@]}"
-      for task in "$@"; do
-        [[ -z $(own "$task")$(code "$task") ]] || aside once "$WORK/$name/$(folder "$task")/$row/done" \
-          roll "$method" "$budget" "$place" "${ITEMS:-all}" "$task"
+      for task in "${apart[@]}"; do
+        aside once "$WORK/$name/$(folder "$task")/$row/done" roll "$method" "$budget" "$place" "${ITEMS:-all}" "$task"
       done
       [[ $method != dense ]] || break
     done

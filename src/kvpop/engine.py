@@ -308,18 +308,19 @@ class Engine:
             request.cache = self._prompt
         size = min(SHORT, self.prefill_chunk) if len(part) <= SHORT else self.prefill_chunk
         pad = [0] * (size - len(part))
-        captured, inputs_31n = self._pieces.get(size) or self._capture_piece(size, self._prompt)
-        inputs_31n.copy_(upload([[pad + part], [[*pad, *positions]], [pad + [1] * len(part)]], self.device))
+        inputs_31n = upload([[pad + part], [[*pad, *positions]], [pad + [1] * len(part)]], self.device)
+        if size not in self._pieces:
+            self._pieces[size] = self._capture(self._prompt, inputs_31n)
+        captured, given = self._pieces[size]
+        given.copy_(inputs_31n)
         return captured()[0].clone()
 
-    def _capture_piece(self, size: int, cache: BoundedCache) -> tuple[Captured, Tensor]:
-        with torch.inference_mode(False):
-            inputs = torch.zeros(
-                3, 1, size, dtype=torch.long, device=self.device
-            )  # nothing but padding: changes nothing
-        with fused(self.model):
-            self._pieces[size] = capture(lambda: self._forward(cache, *inputs)), inputs
-        return self._pieces[size]
+    def _capture(self, cache: BoundedCache, like_3Bn: Tensor, compiled: bool = False) -> tuple[Captured, Tensor]:
+        """A pass over such ids, positions and which of them there are; and the tensor that it takes them from."""
+        with torch.inference_mode(False):  # where this begins says nothing of where it goes on
+            inputs = torch.zeros_like(like_3Bn)  # nothing is there: warming up changes nothing
+        with compiled_layers(self.model, fused=True) if compiled else fused(self.model):
+            return capture(lambda: self._forward(cache, *inputs)), inputs
 
     def _next_prompt(self) -> Request | None:
         """The request whose prompt is being taken in; else the first that waits, if a row is free."""
@@ -355,10 +356,7 @@ class Engine:
             self._reserved = AHEAD
         self._reserved -= 1
         if self._captured is None:
-            with torch.inference_mode(False):  # where this began says nothing of where it goes on
-                self._inputs = inputs = torch.zeros_like(inputs_3B1)  # no row is there: warming up changes nothing
-            with compiled_layers(self.model, fused=True) if self.compiled else fused(self.model):
-                self._captured = capture(lambda: self._forward(cache, *inputs))
+            self._captured, self._inputs = self._capture(cache, inputs_3B1, self.compiled)
             self._addresses = _addresses(cache)
         self._inputs.copy_(inputs_3B1)
         return self._captured()

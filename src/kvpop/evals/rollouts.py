@@ -314,9 +314,11 @@ def prefill_chunk(model: Any) -> int:
     """Tokens of a prompt at a time: many on a GPU, where a kernel attends and nobody waits for a single row; but always the
     same for policies that would hold something else (TOVA)."""
     from kvpop.attachment import attached_policies
+    from kvpop.slots.base import CHUNK
+    from kvpop.slots.ranked import LONG_CHUNK
 
     by_arrival = any(policy.by_arrival for policy in attached_policies(model))
-    return 4096 if model.device.type == "cuda" and not by_arrival else 512
+    return LONG_CHUNK if model.device.type == "cuda" and not by_arrival else CHUNK
 
 
 class TaskRollouts:
