@@ -716,18 +716,24 @@ def test_captured_pieces_of_prompts_give_what_plain_ones_give(
     prompts = [prompt for prompt in prompts_of(7, longest=90, seed=4) for _ in range(1 + len(prompt) % 2)]
     pins = [((4, 5),) if i == 3 and name in ("kvpop", "by head", "streaming") else () for i in range(len(prompts))]
 
-    def texts(graph: bool) -> list[list[int]]:
+    def texts(graph: bool) -> tuple[list[list[int]], dict[tuple[int, int], list]]:
+        """The tokens of all, and what every row holds after every step."""
         engine = Engine(model, rows=3, prefill_chunk=chunk)
         engine.graph = engine.prefill_graph = graph
         requests = [engine.submit(p, pinned=pins[i], **settings_of(i)) for i, p in enumerate(prompts)]
-        for _ in range(3):
+        held: dict[tuple[int, int], list] = {}
+        for step in itertools.count():
+            if step == 3 and len(prompts[0]) > 3 * chunk:
+                requests[0].cancel()
+            if not engine.busy:
+                break
             engine.step()
-        if len(prompts[0]) > 3 * chunk:
-            requests[0].cancel()
-        for _ in engine.run():
-            pass
+            for request in rows_in_use(engine):
+                if request.tokens:
+                    held[request.id, request.seen] = [layer[request.row] for layer in engine.cache.held_positions()]
         assert graph == bool(engine._pieces)
-        return [request.tokens for request in requests]
+        assert len(held) > 20
+        return [request.tokens for request in requests], held
 
     plain = texts(False)
     monkeypatch.setattr("kvpop.engine.capture", Replayed)
