@@ -28,8 +28,6 @@ from kvpop.sampling import Sampling, checked, draw, upload
 # Shapes: B rows, n new tokens of one prompt, V vocabulary.
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-PREFILL_GRAPH = False
-"""Whether engines capture pieces of prompts, too, where they can. Off: that has not run on a GPU yet."""
 SHORT = 512
 """Pieces of prompts up to this length are padded to no more than this, if they are captured."""
 AHEAD = 64
@@ -124,9 +122,10 @@ class Engine:
     stores of a fixed size or that can reserve memory. ``compiled``: with its decoder layers compiled, which takes a minute at
     the first step; of the kinds that ``projections.step`` knows, in half precision, little is left to compile.
 
-    ``prefill_graph`` (off unless asked for): pieces of prompts are graphs as well, padded in front to ``prefill_chunk`` tokens,
-    or to 512 if that is enough: launching hundreds of kernels a layer takes longer than their work, for prompts of some hundred
-    tokens or a small model. For stores of a fixed size; prompts with pins are taken in as without it.
+    ``prefill_graph``: pieces of prompts are graphs as well, padded in front to ``prefill_chunk`` tokens, or to 512 if that is
+    enough: launching hundreds of kernels a layer takes longer than their work, for prompts of some hundred tokens or a small
+    model. None: where decoding steps are one and stores have a fixed size. Prompts with pins are taken in as without it. An
+    engine keeps the memory that a piece of either length takes.
 
     An error with the text or the logits of one request ends that request alone. If a pass of the model breaks off (out of
     memory, an interrupt), what it has written is unknown: every request that has a row ends with that error, it is raised,
@@ -159,7 +158,7 @@ class Engine:
                 f"prefill_graph=True needs graph=True and stores of a fixed size, got graph={self.graph} and "
                 f"{self.policies[0].label}"
             )
-        self.prefill_graph = (PREFILL_GRAPH and bounded) if prefill_graph is None else prefill_graph
+        self.prefill_graph = bounded if prefill_graph is None else prefill_graph
         self._pieces: dict[int, tuple[Captured, Tensor]] = {}  # by length
         self._prompt: BoundedCache | None = None  # of one row, into which captured pieces are taken
         self._captured: Captured | None = None
