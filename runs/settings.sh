@@ -211,13 +211,16 @@ ready() {
   for method in "$@"; do
     trained "$method" || continue
     for budget in "${BUDGETS[@]}"; do
-      [[ -z $DRY_RUN && -f $(adapter "$method" "$budget")/kvpop.json ]] && continue
+      [[ -z $DRY_RUN && -f $(adapter "$method" "$budget")/$(last "$method") ]] && continue
       corpus
       aside train_one "$method" "$budget"
     done
   done
   together
 }
+
+# last METHOD: the file that a training ends with.
+last() { [[ $1 == dms ]] && echo matched || echo kvpop.json; }
 
 # The corpus of models that need one on disk.
 CORPUS_READY=
@@ -257,11 +260,15 @@ train_one() {
       how+=(--policy kvpop --scorer "$scorer" --budget "$budget")
       ;;
   esac
-  if [[ $MODEL == smollm2 ]]; then # one GPU is plenty
+  if [[ -z $DRY_RUN && -f $out/kvpop.json ]]; then
+    : # dms that is not matched yet
+  elif [[ $MODEL == smollm2 ]]; then # one GPU is plenty
     kvpop_ distill "${how[@]}" "${TRAIN[@]}" "${more[@]}" --out "$out"
   else
     spread distill "${how[@]}" "${TRAIN[@]}" "${more[@]}" --out "$out"
   fi
+  # Gates are drawn towards a compression and end short of it: as much memory as the others is given by their threshold.
+  [[ $method != dms ]] || once "$out/matched" kvpop_ match "$out" --model "$NAME" --data "${CORPUS:-$DATA}" --length "$CONTEXT"
 }
 
 # own TASK: numbers and a file of its own; code TASK: how code is graded. Tasks with either get a command for themselves.

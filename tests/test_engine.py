@@ -786,6 +786,22 @@ def test_captured_steps_give_what_plain_ones_give(name: str, monkeypatch: pytest
     assert Replayed.made == 1 or name in ("dms", "dense")  # whose memory moves as it grows
 
 
+@pytest.mark.parametrize("name", ["dms", "dense", "kvpop"])
+def test_a_request_says_what_its_growing_cache_held(name: str) -> None:
+    model, prompts = model_with(name), prompts_of(7, longest=60, seed=5)
+    requests = Engine(model, rows=3, prefill_chunk=CHUNK).generate(prompts, max_new_tokens=9)
+    for request, prompt in zip(requests, prompts):
+        if name == "kvpop":
+            assert request.held is None
+            continue
+        cache = BoundedCache(model)
+        steps = list(generate(model, torch.tensor([prompt]), cache=cache, prefill_chunk=CHUNK, max_new_tokens=9))
+        assert [step.token for step in steps] == request.tokens
+        heads = [len(head) for layer in cache.held_positions() for head in layer[0]]
+        assert request.held == pytest.approx(sum(heads) / len(heads))
+        assert (request.held == request.seen) == (name == "dense")
+
+
 def test_a_step_over_dense_layers_is_captured_anew_where_columns_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nowhere else, whatever comes and goes in the rows."""
     monkeypatch.setattr("kvpop.engine.capture", Replayed)

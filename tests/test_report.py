@@ -30,9 +30,9 @@ POLICIES = {
 
 def write(
     folder, scores, task="aime-2024", policy="dense", slots=None, model="Qwen/Qwen3-4B-Instruct-2507", capped=(), size=None,
-    expected=None, weights="w", grader="g", **decoding,
+    expected=None, weights="w", grader="g", held=(), **decoding,
 ):  # fmt: skip
-    """A directory as a graded run leaves it. ``scores``: those of every item."""
+    """A directory as a graded run leaves it. ``scores``: those of every item; ``held``: the share that its cache held."""
     folder.mkdir(parents=True)
     kind, settings, adapter = POLICIES[policy]
     rollouts = expected or max(map(len, scores))
@@ -57,7 +57,7 @@ def write(
     rows = [
         {
             "item": f"q{i}", "index": i, "rollout": r, "score": score, "outcome": "right" if score else "wrong",
-            "tokens": 10, "capped": (i, r) in capped, "empty": False, "loop": 0,
+            "tokens": 10, "capped": (i, r) in capped, "empty": False, "loop": 0, **({"held": held[i]} if held else {}),
         }
         for i, own in enumerate(scores)
         for r, score in enumerate(own)
@@ -168,10 +168,30 @@ def test_methods_stand_under_the_papers_names_and_ratios(tmp_path):
         write(tmp_path / str(n), [[1], [0]], "gsm8k", policy, slots)
     (table,) = report(tmp_path)["tables"]
     assert [(row["label"], row["group"]) for row in table["rows"]] == [
-        ("Teacher", 0.0), ("TOVA", pytest.approx(0.5117, abs=1e-4)), ("StreamLLM", 0.75), ("StreamLLM+", 0.75), ("DMS", 0.75),
+        ("Teacher", 0.0), ("TOVA", pytest.approx(0.5117, abs=1e-4)), ("StreamLLM", 0.75), ("StreamLLM+", 0.75),
+            ("DMS [unknown share held]", 0.75),
         ("KVpop mlp", 0.75), ("KVpop", 0.75), ("KVpop", 0.875),
     ]  # fmt: skip
     assert report(tmp_path, context=32768)["tables"][0]["rows"][-1]["group"] == 0.9375
+
+
+def test_a_cache_that_grows_is_shown_with_what_it_held(tmp_path):
+    """It stands under the ratio it was trained for, whatever it holds."""
+    for name, task, shares in (("a", "gsm8k", [0.3, 0.4]), ("b", "ruler_4k", [0.45, 0.45])):
+        write(tmp_path / name, [[1], [0]], task, "dms", held=shares)
+        write(tmp_path / f"{name}t", [[1], [1]], task)
+    (table,) = report(tmp_path)["tables"]
+    (row,) = [row for row in table["rows"] if row["group"] == 0.75]
+    assert row["label"] == "DMS [40% held]"
+    assert [cell["held"] for cell in row["cells"]] == pytest.approx([0.35, 0.45])
+    assert (
+        sum(
+            "held 35.0% of the tokens at the end of a rollout, on average; it was to be 25%" in n
+            for n in table["notes"]
+        )
+        == 1
+    )
+    assert all(said.startswith("DMS [40% held] at 75% scores") for said in table["sentences"])
 
 
 def test_two_of_one_name_are_told_apart(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -206,10 +207,11 @@ def test_numbers_are_checked_before_anything_runs(setting: dict[str, str], error
 
 def test_dms_compresses_as_much_as_a_budget() -> None:
     done = script("train", DRY_RUN="1", MODEL="smollm2", METHODS="dms", BUDGETS="600 512")
-    assert [line.split("--ratio ")[1].split()[0] for line in done.stdout.splitlines() if "--ratio" in line] == [
-        "6.82667",
-        "8",
-    ]
+    lines = done.stdout.splitlines()
+    assert [line.split("--ratio ")[1].split()[0] for line in lines if "--ratio" in line] == ["6.82667", "8"]
+    assert [line.split()[1:3] for line in lines if " match " in line] == [
+        ["match", f"out/runs/smollm2/adapters/dms-{budget}"] for budget in (600, 512)
+    ]  # its threshold follows, see kvpop match
 
 
 FAKE = """#!/usr/bin/env bash
@@ -293,8 +295,10 @@ def test_the_quick_path_runs_end_to_end(tiny, tmp_path, monkeypatch) -> None:
     for name in ("table-1.md", "table-1.tex", "table-2.md", "training.png", "figure-4/decode.png", "figure-5/timing.png",
                  "figures-6-9/viewer.html", "figures-6-9/retention.png", "figures-6-9/recall-dense.png"):  # fmt: skip
         assert (out / name).is_file(), name
-    for variant in ("Teacher", "StreamLLM", "TOVA", "StreamLLM+", "DMS", "KVpop mlp", "KVpop mlp by head", "KVpop"):
-        assert f"| {variant} |" in (out / "table-1.md").read_text()
+    table = (out / "table-1.md").read_text()
+    for variant in ("Teacher", "StreamLLM", "TOVA", "StreamLLM+", "KVpop mlp", "KVpop mlp by head", "KVpop"):
+        assert f"| {variant} |" in table
+    assert re.search(r"\| DMS \[\d+% held\] \|", table)
     rows = json.loads((out / "held-out-128.json").read_text())["rows"]
     assert {row["policy"] for row in rows} >= {"dense", "streaming", "tova", "dms-128", "kvpop-128"}
     assert len(json.loads((out / "ablations.json").read_text())["rows"]) == 1 + 1 + 4
@@ -354,7 +358,7 @@ def test_commands_run_side_by_side_and_what_needs_them_waits(slow):
 
 def test_after_one_that_failed_nothing_more_begins(slow):
     done = script(
-        "train", METHODS="dms kvpop streaming-plus kvpop-mlp", BUDGETS="1024 512", JOBS="2", BAD="dms-1024", **slow
+        "train", METHODS="kvpop dms streaming-plus kvpop-mlp", BUDGETS="1024 512", JOBS="2", BAD="kvpop-1024", **slow
     )
     assert done.returncode == 3
     started = [command for what, command in events(slow) if what == "begin"]

@@ -395,6 +395,13 @@ class BoundedCache(Cache):
         """Real tokens each row has taken in (padding not counted)."""
         return self.stores[0].seen.tolist() if self.stores else []
 
+    def tokens_held(self, row: int) -> float:
+        """How many tokens of a row a KV head holds, on average over layers and heads; 0 before the first use."""
+        if not self.stores:
+            return 0.0
+        heads = sum(layer.policy.shape.kv_heads for layer in self.bounded_layers if layer.slots is not None)
+        return int(torch.stack([store.tokens_held(row).cpu() for store in self.stores]).sum()) / heads
+
     def rows_held(self) -> int:
         """The largest number of slots in use by any KV head."""
         return max(

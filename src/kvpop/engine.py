@@ -40,8 +40,9 @@ class Request:
 
     ``tokens`` are what was generated, a stop token included. ``text`` is their text without special tokens, a stop token,
     or a stop string and what follows it; what may yet become a stop string or a whole character is held back. ``seen``
-    tokens were taken in by the model. ``finish_reason`` is None until the end; ``error`` says more if it is "error". Times
-    are seconds of ``time.perf_counter``; ``started`` is when it got a row.
+    tokens were taken in by the model. ``finish_reason`` is None until the end; ``error`` says more if it is "error".
+    ``held`` is how many tokens a KV head held at the end on average, where caches grow (else, or before, None). Times are
+    seconds of ``time.perf_counter``; ``started`` is when it got a row.
     """
 
     id: int
@@ -57,6 +58,7 @@ class Request:
     pinned: tuple[tuple[int, int], ...] = ()
     row: int | None = None
     seen: int = 0
+    held: float | None = None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -152,13 +154,14 @@ class Engine:
         self.graph, self.compiled = possible if graph is None else graph, compiled
         if compiled and not self.graph:
             raise ValueError("compiled=True is for steps that are captured as a graph: leave it out")
-        bounded = self.graph and all(policy.bounded for policy in self.policies)
-        if prefill_graph and not bounded:
+        self.bounded = all(policy.bounded for policy in self.policies)
+        capturable = self.graph and self.bounded
+        if prefill_graph and not capturable:
             raise ValueError(
                 f"prefill_graph=True needs graph=True and stores of a fixed size, got graph={self.graph} and "
                 f"{self.policies[0].label}"
             )
-        self.prefill_graph = bounded if prefill_graph is None else prefill_graph
+        self.prefill_graph = capturable if prefill_graph is None else prefill_graph
         self._pieces: dict[int, tuple[Captured, Tensor]] = {}  # by length
         self._prompt: BoundedCache | None = None  # of one row, into which captured pieces are taken
         self._captured: Captured | None = None
@@ -381,6 +384,8 @@ class Engine:
         else:
             self.rows[request.row] = None
             if self.cache is not None:
+                if reason in ("stop", "length") and not self.bounded:
+                    request.held = self.cache.tokens_held(request.row)
                 self.cache.clear(request.row)
                 self._reserved = 0
             request.row = None

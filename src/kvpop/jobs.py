@@ -195,26 +195,33 @@ def document_curves(
     ``policy`` ranks tokens; None: the oracle does. Raises ValueError if the documents are too short to rank ``budget.long``
     tokens.
     """
-    import torch
-
     from kvpop.calibration import loss_curves
     from kvpop.core import Target
     from kvpop.policies import Oracle
+
+    texts = longest_documents(stream, count)
+    longest = max(map(len, texts))
+    if longest < 2 * budget.slots:
+        raise ValueError(
+            f"budgets by head need documents of at least {2 * budget.slots} tokens, twice the slots of a KV head; the longest "
+            f"of the first {min(count, len(stream))} sequences has {longest}"
+        )
+    ranking = policy or Oracle(budget, Target(lse="dense", power=2.0), decay=-2e-4)
+    return loss_curves(model, texts, ranking, sinks=budget.sinks, window=budget.window, tick=tick)
+
+
+def longest_documents(stream: SequenceStream, count: int) -> list[Tensor]:
+    """The longest document (token ids [S]) of each of the first ``count`` sequences, but for those not half as long as the
+    longest of them."""
+    import torch
 
     columns = stream.sequences.columns(range(min(count, len(stream))))
     texts = []
     for ids, documents in zip(columns["input_ids"], columns["document_ids"]):
         sizes = [(int((documents == d).sum()), d) for d in range(int(documents.max()) + 1)]
         texts.append(torch.from_numpy(ids[documents == max(sizes)[1]].astype("int64")))
-    longest = max(len(text) for text in texts)
-    if longest < 2 * budget.slots:
-        raise ValueError(
-            f"budgets by head need documents of at least {2 * budget.slots} tokens, twice the slots of a KV head; the longest "
-            f"of the first {len(texts)} sequences has {longest}"
-        )
-    usable = [text for text in texts if 2 * len(text) >= longest]
-    ranking = policy or Oracle(budget, Target(lse="dense", power=2.0), decay=-2e-4)
-    return loss_curves(model, usable, ranking, sinks=budget.sinks, window=budget.window, tick=tick)
+    longest = max(map(len, texts))
+    return [text for text in texts if 2 * len(text) >= longest]
 
 
 def _retrieval_count(share: float, sequences: int) -> int:

@@ -17,6 +17,7 @@ from kvpop.cli.bench import bench
 from kvpop.cli.distill import distill
 from kvpop.cli.evaluate import evaluate
 from kvpop.cli.generate import generate
+from kvpop.cli.match import match
 from kvpop.cli.options import ADAPTER, JsonOption, app
 from kvpop.cli.plan import plan
 from kvpop.cli.plot import plot
@@ -30,6 +31,7 @@ from kvpop.terminal import OUT, print_demo, print_facts, print_json
 app.command()(analyse)
 app.command()(distill)
 app.command()(allocate)
+app.command()(match)
 app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(plan)

@@ -84,6 +84,16 @@ class Result:
         return found
 
     @property
+    def held(self) -> float | None:
+        """The share of its tokens that a cache that grows held at the end of a rollout, on average; None if not known."""
+        shares = [row["held"] for row in self.grades if "held" in row]
+        return sum(shares) / len(shares) if shares else None
+
+    @property
+    def grows(self) -> bool:
+        return self.settings["budget"]["slots"] is None and self.settings["policy"]["kind"] != "Dense"
+
+    @property
     def expected(self) -> int:
         return self.settings["extent"]["items"] * self.settings["extent"]["rollouts"]
 
@@ -214,6 +224,7 @@ def _table(
         )
     )  # fmt: skip
     _tell_apart(rows)
+    _say_what_grew(rows)
     teachers = [result for result in results if result.variant == TEACHER]
     sentences: list[str] = []
     notes: list[str] = []
@@ -298,6 +309,17 @@ def _tell_apart(rows: Sequence[dict[str, Any]]) -> None:
             row["label"] = ", ".join([row["label"], *row["key"][3]])
 
 
+def _say_what_grew(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to the labels of caches without a bound what they held: they stand under the ratio that was aimed at."""
+    for row in rows:
+        growing = [result for result in row["results"].values() if result.grows]
+        if growing:
+            shares = [result.held for result in growing]
+            known = [share for share in shares if share is not None]
+            said = _percent(sum(known) / len(known)) if len(known) == len(shares) else "unknown share"
+            row["label"] += f" [{said} held]"
+
+
 def _facts(key: tuple[Any, ...]) -> dict[str, str]:
     """What tells a method from another of its name, in the words of a label, the plainest first."""
     policy, slots = json.loads(key[1]), key[2]
@@ -327,6 +349,8 @@ def _row(
             cells.append(None)
             continue
         counts = tally(result.grades)
+        if result.grows:
+            notes.append(f"{label} on {title}: {_growth(result)}.")
         notes += [f"{label} on {title}: {said}." for said in result.shortfalls]
         notes += [
             f"{label} on {title}: {counts[outcome]} of {counts['rollouts']} rollouts {said} and count as wrong."
@@ -339,6 +363,7 @@ def _row(
             "tally": counts,
             "expected": result.expected,
             "shortfalls": result.shortfalls,
+            "held": result.held,
             "comparison": None,
         }
         if not is_teacher:
@@ -369,6 +394,13 @@ def _row(
         "relative": relative,
         "paper": row["paper"],
     }
+
+
+def _growth(result: Result) -> str:
+    aim = "" if result.ratio is None else f"; it was to be {_percent(1 - result.ratio)}"
+    if result.held is None:
+        return f"its cache grows, and how much of it was held is not in the grades{aim}"
+    return f"its cache grows, and held {100 * result.held:.1f}% of the tokens at the end of a rollout, on average{aim}"
 
 
 def _teacher_of(result: Result, teachers: Sequence[Result]) -> Result | None:
@@ -423,8 +455,9 @@ LEGEND = (
     "Accuracy [95 % interval] (capped/empty/looping): pass@1, mean over rollouts, then over problems, with the percentile "
     "interval of a bootstrap over problems; the share of rollouts, in percent, that hit the limit of new tokens, wrote "
     "nothing, or ended in a loop. Rel. is the ratio of the average to the teacher's. CR is the share of a dense cache of "
-    f"{{context}} tokens that is not held. An interval without width means that all problems scored alike, not that the value "
-    f"is certain. {MISSING} is missing. * is not the whole task, see the notes."
+    "{context} tokens that is not held. A cache that grows stands under the one it aims at; [n% held] is the share of the "
+    "tokens taken in that it held at the end of a rollout, on average. An interval without width means that all problems "
+    "scored alike, not that the value is certain. - is missing. * is not the whole task, see the notes."
 )
 
 

@@ -88,13 +88,17 @@ def loop_period(
 
 def health(row: Mapping[str, Any]) -> dict[str, Any]:
     """What to know about a rollout beside its grade: ``capped`` (it hit the limit of new tokens), ``empty`` (nothing but white
-    space), ``loop`` (``loop_period`` of its tokens, a stop token aside; 0: none)."""
+    space), ``loop`` (``loop_period`` of its tokens, a stop token aside; 0: none); and ``held`` where the cache grew: the share
+    of the tokens it had taken in that was held at the end, on average over KV heads."""
     ids = row["completion_ids"]
-    return {
+    found = {
         "capped": row["finish_reason"] == "length",
         "empty": not row["text"].strip(),
         "loop": loop_period(ids[:-1] if row["finish_reason"] == "stop" else ids),
     }
+    if row.get("held") is not None:
+        found["held"] = row["held"] / (row["prompt_tokens"] + len(ids) - 1)  # the last was not taken in any more
+    return found
 
 
 def item_ids(tokenizer: Any, item: Item, thinking: bool | None = None) -> list[int]:
@@ -306,8 +310,8 @@ def place_of(row: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def content(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without the time it took: what is the same however often it is made."""
-    return {name: value for name, value in row.items() if name != "seconds"}
+    """A row without what may differ however often it is made: the time it took, and (by rounding) what was held."""
+    return {name: value for name, value in row.items() if name not in ("seconds", "held")}
 
 
 def prefill_chunk(model: Any) -> int:
@@ -327,7 +331,8 @@ class TaskRollouts:
 
     A row has "task", "item", "index" (of the item), "rollout", "seed", "prompt_tokens", "prompt_sha256" (of the ids),
     "completion_ids" (a stop token included), "text" (without special tokens), "finish_reason" ("stop" or "length"),
-    "decoding", "seconds" (from the moment its row of the cache was free, the other rows beside it) and "fields".
+    "decoding", "seconds" (from the moment its row of the cache was free, the other rows beside it), "fields", and where the
+    cache grows "held" (tokens a KV head held at the end, on average).
     Up to rounding of batched products a rollout depends on its seed (``rollout_seed``) and the settings alone: not on
     ``rows`` (generated at a time), on ``shard``, or on how many there are. The file only grows; when all that belongs to it
     is there, its rows are put in order of item and rollout.
@@ -474,6 +479,7 @@ class TaskRollouts:
             "decoding": self.settings,
             "seconds": round(request.finished - request.started, 3),
             "fields": dict(item.fields),
+            **({} if request.held is None else {"held": round(request.held, 3)}),
         }
 
 

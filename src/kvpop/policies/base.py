@@ -61,6 +61,8 @@ class LayerView:
     score_NHL: Tensor | None = None
     closed_BHS: Tensor | None = None
     """Of a policy with gates: 1 on tokens whose gate closed, else 0; never on padding. With relaxed gates it has a gradient."""
+    logit_BHS: Tensor | None = None
+    """Of a policy with gates: what the gate says that decides about each token."""
 
 
 @dataclass

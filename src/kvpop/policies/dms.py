@@ -105,7 +105,7 @@ class DMSLayer(LayerPolicy):
         )
         if seq.observe is not None:
             view = LayerView(self.shape.layer, self, q_attended, k, v, lse, expiry_BHS, scale, docs)
-            view.closed_BHS = closed_BHS
+            view.closed_BHS, view.logit_BHS = closed_BHS, logit_BHS
             seq.observe(view)
         return out
 

@@ -188,6 +188,10 @@ class Slots(ABC):
         """Bytes of everything the store keeps."""
         return sum(x.numel() * x.element_size() for x in [*self.tensors().values(), self.taken])
 
+    def tokens_held(self, row: int) -> Tensor:
+        """How many tokens all heads of a row hold together []."""
+        return (self.position[row] >= 0).sum()
+
     def held(self) -> list[list[list[int]]]:
         """Positions held, sorted, per row and KV head (moves to the CPU: for reports and tests)."""
         return [[sorted(p for p in head if p >= 0) for head in row] for row in self.position.tolist()]

@@ -271,6 +271,10 @@ class PagedSlots(Slots):
         """Positions held [B, H, M], sorted, -1 behind them: made anew at every look."""
         return self.tensors()["position"]
 
+    def tokens_held(self, row: int) -> Tensor:
+        recent = self.seen[row].clamp(max=self.window)
+        return self.count[row].sum() + recent * self.count.shape[1]
+
     def tensors(self) -> dict[str, Tensor]:
         """What is held, gathered: keys, values and position [B, H, M, ...] by position, empty places last; copies."""
         self._check_missed()
