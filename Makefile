@@ -1,5 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Both work in their own virtual environment.
 PYTHON ?= python3
+WORKERS ?= 4
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
@@ -61,8 +62,8 @@ format: $(VENV)/.ready
 
 # On a machine with an NVIDIA GPU; uses the python that is active, which brings its own torch.
 gpu-check:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
-	PYTHONPATH=src $(PYTHON) -m pytest $(KERNELS)
+	PYTHONPATH=src $(PYTHON) -m pytest -n $(WORKERS) -m gpu $$(grep -l 'mark\.gpu' tests/test_*.py)
+	PYTHONPATH=src $(PYTHON) -m pytest -n $(WORKERS) $(KERNELS)
 
 clean:
 	rm -rf $(VENV) $(OLDEST) .triton out build dist

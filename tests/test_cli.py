@@ -187,6 +187,11 @@ def test_a_policy_without_a_budget_is_generated_with_evaluated_and_shown(folder)
     texts = ["--data", folder / "texts", "--texts", "1", "--length", "100", "--json"]
     rows = json.loads(call("eval", *common, "--policy", "random", *SMALL, *texts).stdout)["rows"]
     assert [(row["policy"], row["budget"]) for row in rows] == [("dense", None), ("random", 24), ("gates", None)]
+    assert ["held" in row for row in rows] == [False, False, True]
+    assert all(row["intervals"]["kl"]["low"] == row["kl"] == row["intervals"]["kl"]["high"] for row in rows)  # 1 text
+    shown = call("eval", *common, *texts[:-1]).stdout
+    assert f"{rows[2]['held']:.0%} held" in shown
+    assert "95 % intervals, bootstrap over texts" in shown
     shown = call("info", gates)
     assert shown.exit_code == 0
     for words in ("dms", "ratio", "unchanged"):

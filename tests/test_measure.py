@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kvpop.attachment import attach, attached_policies
+from kvpop.attachment import attach, attached_policies, cache_argument
 from kvpop.budget import Budget
+from kvpop.cache import BoundedCache
 from kvpop.core import Target
 from kvpop.measure import (
     BATCH,
@@ -21,7 +22,7 @@ from kvpop.measure import (
     hidden_states,
     interval,
 )
-from kvpop.policies import Dense, LayerView, Oracle, Policy, Random, Streaming
+from kvpop.policies import DMS, Dense, LayerView, Oracle, Policy, Random, Streaming
 from kvpop.tasks import RetrievalPrompt
 from kvpop.weights import AdapterError, base_tensors, swapped
 from tests.tiny import VOCAB, tiny_model
@@ -195,6 +196,22 @@ def test_texts_that_share_a_batch_score_as_alone_and_stay_in_order() -> None:
             torch.testing.assert_close(mine.kl[i], theirs.kl[0], rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(mine.agree[i], theirs.agree[0])
             torch.testing.assert_close(mine.nll[i], theirs.nll[0], rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_policy_without_a_budget_held_is_what_its_cache_holds() -> None:
+    texts = [text(60 - 15 * (i % 2), seed=i) for i in range(5)]
+    gates = DMS(window=5, ratio=2.0, sinks=1, gate="native", offset=0.0)  # whose gates are the model's own
+    entries = [Entry("dense", None, Dense()), Entry("random", BUDGET.slots, Random(BUDGET)), Entry("dms", None, gates)]
+    model = tiny_model()
+    scores = compare_texts(model, texts, entries, 10)
+    assert [score.held for score in scores[:2]] == [[], []]
+    attach(model, gates)
+    for ids, share in zip(texts, scores[2].held, strict=True):
+        cache = BoundedCache(model)
+        with torch.no_grad():
+            model(input_ids=ids[None], **{cache_argument(model): cache})
+        assert share == pytest.approx(cache.tokens_held(0) / len(ids))
+    assert scores[2].row(10)["held"] == pytest.approx(sum(scores[2].held) / 5)
 
 
 def retrieval_prompt(seed: int, task: str) -> RetrievalPrompt:

@@ -6,6 +6,7 @@ Dense is computed once per text; every policy then sees the same tokens, so all 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,12 +55,14 @@ class Entry:
 @dataclass
 class TextScores:
     """Per scored position of every text, in order: KL to dense (nats), top-1 agreement with dense, NLL of the text, and
-    whether the likeliest token is the text's own."""
+    whether the likeliest token is the text's own. ``held``, of a policy without fixed slots: of every text the share of its
+    tokens that is held at its end, on average over layers and KV heads."""
 
     kl: list[Tensor] = field(default_factory=list)
     agree: list[Tensor] = field(default_factory=list)
     nll: list[Tensor] = field(default_factory=list)
     correct: list[Tensor] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)
 
     def row(self, start: int, bins: int = 4) -> dict[str, Any]:
         """Means over texts and positions, and KL by position."""
@@ -87,6 +90,7 @@ class TextScores:
             "agreement_by_text": agree.tolist(),
             "accuracy_by_text": correct.tolist(),
             "by_position": by_position,
+            **({"held": sum(self.held) / len(self.held)} if self.held else {}),
         }
 
 
@@ -170,6 +174,7 @@ def compare_texts(
         if len(text) <= start + 1:
             raise ValueError(f"a text of {len(text)} tokens has nothing to score from position {start} on")
     found: list[list[dict[str, list[Tensor]]]] = [[{} for _ in texts] for _ in entries]
+    shares: list[list[float]] = [[math.nan for _ in texts] for _ in entries]
     check_head(model)
     with detached_after(model):
         for group in batches([len(text) for text in texts]):
@@ -179,14 +184,22 @@ def compare_texts(
                 tick("dense")
             own_head = model.get_output_embeddings()
             hidden, heads = [], []
-            for entry in entries:
+            for entry, own in zip(entries, shares):
                 if isinstance(entry.policy, Dense) and not entry.weights:
                     hidden.append(dense_BQE)
                     heads.append(own_head)
                 else:
+                    by_layer: list[Tensor] = []
+
+                    def observe(view: LayerView, by_layer: list[Tensor] = by_layer) -> None:
+                        by_layer.append((view.expiry >= view.k.shape[2]).float().mean((1, 2)))
+
+                    grows = entry.policy.slots is None and not isinstance(entry.policy, Dense)
                     with measured(model, entry):
-                        hidden.append(hidden_states(model, ids_BS)[:, start:-1])
+                        hidden.append(hidden_states(model, ids_BS, observe if grows else None)[:, start:-1])
                         heads.append(copy.deepcopy(own_head) if entry.weights else own_head)
+                    for i, share in zip(group, torch.stack(by_layer).mean(0).tolist() if by_layer else ()):
+                        own[i] = share
                 for _ in group:
                     tick(entry.label)
             for row, i in enumerate(group):
@@ -202,7 +215,12 @@ def compare_texts(
                         values[i]["agree"].append((dense_QV.argmax(-1) == log_QV.argmax(-1)).float())
                         values[i]["nll"].append(-log_QV.gather(-1, target_Q[part, None])[:, 0])
                         values[i]["correct"].append((log_QV.argmax(-1) == target_Q[part]).float())
-    return [TextScores(*([torch.cat(value[name]).cpu() for value in values] for name in MEASURES)) for values in found]
+    made = []
+    for values, own in zip(found, shares):
+        score = TextScores(*([torch.cat(value[name]).cpu() for value in values] for name in MEASURES))  # type: ignore[arg-type]
+        score.held = [share for share in own if not math.isnan(share)]
+        made.append(score)
+    return made
 
 
 def compare_retrieval(

@@ -78,8 +78,16 @@ def print_comparison(rows: list[dict[str, Any]]) -> None:
     keys = [name for name in names if any(name in row for row in rows)]
     table = Table("policy", "budget", *(titles.get(key, key) for key in keys))
     for row in rows:
-        table.add_row(row["policy"], str(row["budget"] or "-"), *(f"{row[key]:.4f}" for key in keys))
+        size = f"{row['held']:.0%} held" if "held" in row else str(row["budget"] or "-")
+        table.add_row(row["policy"], size, *(f"{row[key]:.4f}" for key in keys))
     OUT.print(table)
+    if "intervals" in rows[0]:
+        names, title = tuple(rows[0]["intervals"]), "95 % intervals, bootstrap over texts"
+        table = Table("policy", "budget", *names, title=title, title_justify="left")
+        for row in rows:
+            spans = (f"{row['intervals'][name]['low']:.4f} to {row['intervals'][name]['high']:.4f}" for name in names)
+            table.add_row(row["policy"], str(row["budget"] or "-"), *spans)
+        OUT.print(table)
     if "by_position" in rows[0]:
         spans = (f"{part['from']}-{part['to'] - 1}" for part in rows[0]["by_position"])
         table = Table("policy", "budget", *spans, title="KL to dense by position", title_justify="left")

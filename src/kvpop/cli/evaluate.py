@@ -56,10 +56,11 @@ def evaluate(
     """Compare policies with the dense model: KL, agreement, perplexity and retrieval, teacher-forced on the same text.
 
     An adapter that changes the model's weights is measured with them; dense is the model as it was before, for all of them.
-    Texts are scored from the largest budget on, where every policy has dropped something.
+    Texts are scored from the largest budget on, where every policy has dropped something. Intervals are those of a bootstrap
+    over texts; of a policy without a budget it is measured what it held at their ends.
     """
     from kvpop.data import texts_from
-    from kvpop.measure import compare_retrieval, compare_texts
+    from kvpop.measure import compare_retrieval, compare_texts, interval
 
     if out is not None and out.is_dir():
         raise ValueError(f"--out {out} is a directory: the JSON needs a file")
@@ -103,6 +104,9 @@ def evaluate(
         row: dict[str, Any] = {"policy": entry.label, "budget": entry.budget}
         if scores:
             row |= scores[i].row(start)
+            row["intervals"] = {
+                name: interval(row[f"{name}_by_text"], seed) for name in ("kl", "agreement", "accuracy")
+            }
         for name, found in answers[i].items() if answers else ():
             row |= {name: found.row()["exact"], f"{name}_nll": found.row()["nll"]}
             row.setdefault("retrieval", []).extend(retrieval_cells(name, found, places))
