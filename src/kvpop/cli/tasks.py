@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -455,6 +453,7 @@ def report(
 ) -> None:
     """Tables of graded rollouts in the layout of the paper, with its figures, intervals, and what they can and cannot tell."""
     from kvpop.evals.report import FORMATS, build, latex, markdown, read_results
+    from kvpop.evals.rollouts import command
     from kvpop.terminal import as_strict_json
 
     if form not in FORMATS:
@@ -471,9 +470,3 @@ def report(
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
         typer.echo(f"report: {out}")
-
-
-def command() -> list[str]:
-    """The command line of this process, as it can be given again."""
-    started = Path(sys.argv[0]).name.replace("__main__.py", "kvpop")  # by python -m kvpop
-    return [started, *map(shlex.quote, sys.argv[1:])]

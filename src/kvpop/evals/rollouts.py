@@ -11,6 +11,7 @@ import json
 import operator
 import os
 import platform
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -243,9 +244,15 @@ def run_facts(device: Any, **more: Any) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "device": torch.cuda.get_device_name(device) if cuda else f"cpu ({platform.machine()})",
-        "command": sys.argv[:],
+        "command": command(),
         **more,
     }  # fmt: skip
+
+
+def command() -> list[str]:
+    """The command line of this process, as it can be given again."""
+    started = Path(sys.argv[0]).name.replace("__main__.py", "kvpop")  # by python -m kvpop
+    return [started, *map(shlex.quote, sys.argv[1:])]
 
 
 # The files
