@@ -38,6 +38,6 @@ for name in "${names[@]}"; do
   aside kvpop_ distill --model "$NAME" --data "$DATA" "${settings[@]}" "${how[@]}" "${change[@]}" --seed "$SEED" --out "$out"
 done
 together
-once "$WORK/ablations.done" kvpop_ eval --model "$NAME" "${adapters[@]}" --policy streaming --budget "$budget" --data "$TEST" \
+once "$WORK/ablations.done" "" kvpop_ eval --model "$NAME" "${adapters[@]}" --policy streaming --budget "$budget" --data "$TEST" \
   --texts "$TEXTS" --length "$CONTEXT" --passkey "$PASSKEYS" --needle "$NEEDLES" --lengths "$CONTEXT" --seed "$SEED" \
   --out "$WORK/ablations.json"

@@ -17,11 +17,12 @@ done
 # A call a budget. A scorer with a state has a little fewer slots, to pay for it: all policies are measured at both numbers, and
 # the row to read of such an adapter is that of the smaller one.
 for budget in "${BUDGETS[@]}"; do
-  adapters=()
+  adapters=() stamps=''
   for method in "${METHODS[@]}"; do
     ! trained "$method" || adapters+=(--adapter "$(adapter "$method" "$budget")")
+    stamps+=$(stamp "$method" "$budget")
   done
-  aside once "$WORK/held-out-$budget.done" kvpop_ eval --model "$NAME" "${more[@]}" "${adapters[@]}" --sinks "$SINKS" \
+  aside once "$WORK/held-out-$budget.done" "$stamps" kvpop_ eval --model "$NAME" "${more[@]}" "${adapters[@]}" --sinks "$SINKS" \
     --window "$WINDOW" --data "$TEST" --texts "$TEXTS" --length "$CONTEXT" --passkey "$PASSKEYS" --needle "$NEEDLES" \
     --seed "$SEED" --out "$WORK/held-out-$budget.json"
 done

@@ -180,15 +180,22 @@ trap 'ended INT 2' INT
 trap 'ended TERM 15' TERM
 trap 'ended TERM 1' HUP
 
-# once FILE COMMAND...: unless FILE says that this very command has ended well.
+# once FILE STAMP COMMAND...: unless FILE says that this very command has ended well, with what STAMP stands for.
 once() {
-  local mark=$1
-  shift
-  if [[ -z $DRY_RUN && -f $mark && $(<"$mark") == "$*" ]]; then
+  local mark=$1 stamp=$2
+  shift 2
+  if [[ -z $DRY_RUN && -f $mark && $(<"$mark") == "$*${stamp:+ $stamp}" ]]; then
     return
   fi
   "$@"
-  [[ -n $DRY_RUN ]] || { mkdir -p "$(dirname "$mark")" && echo "$*" >"$mark"; }
+  [[ -n $DRY_RUN ]] || { mkdir -p "$(dirname "$mark")" && echo "$*${stamp:+ $stamp}" >"$mark"; }
+}
+
+# stamp METHOD BUDGET: of an adapter, which is another once it is trained or matched again; nothing for the others.
+stamp() {
+  local config
+  config=$(adapter "$1" "$2")/kvpop.json
+  ! trained "$1" || [[ ! -f $config ]] || cksum <"$config" | tr -d ' '
 }
 
 trained() { [[ $1 != dense && $1 != streaming && $1 != tova ]]; }
@@ -211,7 +218,7 @@ ready() {
   for method in "$@"; do
     trained "$method" || continue
     for budget in "${BUDGETS[@]}"; do
-      [[ -z $DRY_RUN && -f $(adapter "$method" "$budget")/$(last "$method") ]] && continue
+      [[ -z $DRY_RUN ]] && whole "$method" "$budget" && continue
       corpus
       aside train_one "$method" "$budget"
     done
@@ -219,14 +226,18 @@ ready() {
   together
 }
 
-# last METHOD: the file that a training ends with.
-last() { [[ $1 == dms ]] && echo matched || echo kvpop.json; }
+# whole METHOD BUDGET: its adapter is there, and DMS has the memory of its row.
+whole() {
+  local config
+  config=$(adapter "$1" "$2")/kvpop.json
+  [[ -f $config ]] && { [[ $1 != dms ]] || grep -q '"matched"' "$config"; }
+}
 
 # The corpus of models that need one on disk.
 CORPUS_READY=
 corpus() {
   if [[ -n $CORPUS && -z $CORPUS_READY ]]; then
-    once "$CORPUS.done" kvpop_ prepare --data "$DATA" --model "$NAME" --length 16384 --packing shared --tokens 4200000000 \
+    once "$CORPUS.done" "" kvpop_ prepare --data "$DATA" --model "$NAME" --length 16384 --packing shared --tokens 4200000000 \
       --out "$CORPUS"
     CORPUS_READY=1
   fi
@@ -267,8 +278,8 @@ train_one() {
   else
     spread distill "${how[@]}" "${TRAIN[@]}" "${more[@]}" --out "$out"
   fi
-  # Gates are drawn towards a compression and end short of it: as much memory as the others is given by their threshold.
-  [[ $method != dms ]] || once "$out/matched" kvpop_ match "$out" --model "$NAME" --data "${CORPUS:-$DATA}" --length "$CONTEXT"
+  # Gates are drawn towards a compression and end short of it: their threshold gives them the memory of the row, at CONTEXT tokens.
+  [[ $method != dms ]] || kvpop_ match "$out" --model "$NAME" --data "${CORPUS:-$DATA}" --length "$CONTEXT" --seed "$SEED"
 }
 
 # own TASK: numbers and a file of its own; code TASK: how code is graded. Tasks with either get a command for themselves.
@@ -322,9 +333,9 @@ table() {
       row=$method-$budget
       [[ $method != dense ]] || row=dense
       place=$WORK/$name/{task}/$row
-      ((!${#alike[@]})) || aside once "$WORK/$name/$row.done" roll "$method" "$budget" "$place" "${ITEMS:-all}" "${alike[@]}"
+      ((!${#alike[@]})) || aside once "$WORK/$name/$row.done" "$(stamp "$method" "$budget")" roll "$method" "$budget" "$place" "${ITEMS:-all}" "${alike[@]}"
       for task in "${apart[@]}"; do
-        aside once "$WORK/$name/$(folder "$task")/$row/done" roll "$method" "$budget" "$place" "${ITEMS:-all}" "$task"
+        aside once "$WORK/$name/$(folder "$task")/$row/done" "$(stamp "$method" "$budget")" roll "$method" "$budget" "$place" "${ITEMS:-all}" "$task"
       done
       [[ $method != dense ]] || break
     done

@@ -57,7 +57,8 @@ def write(
     rows = [
         {
             "item": f"q{i}", "index": i, "rollout": r, "score": score, "outcome": "right" if score else "wrong",
-            "tokens": 10, "capped": (i, r) in capped, "empty": False, "loop": 0, **({"held": held[i]} if held else {}),
+            "tokens": 10, "capped": (i, r) in capped, "empty": False, "loop": 0,
+            "prompt_tokens": 991, **({"held": held[i]} if held and held[i] else {}),
         }
         for i, own in enumerate(scores)
         for r, score in enumerate(own)
@@ -169,29 +170,31 @@ def test_methods_stand_under_the_papers_names_and_ratios(tmp_path):
     (table,) = report(tmp_path)["tables"]
     assert [(row["label"], row["group"]) for row in table["rows"]] == [
         ("Teacher", 0.0), ("TOVA", pytest.approx(0.5117, abs=1e-4)), ("StreamLLM", 0.75), ("StreamLLM+", 0.75),
-            ("DMS [unknown share held]", 0.75),
+            ("DMS [unknown number of tokens held]", 0.75),
         ("KVpop mlp", 0.75), ("KVpop", 0.75), ("KVpop", 0.875),
     ]  # fmt: skip
     assert report(tmp_path, context=32768)["tables"][0]["rows"][-1]["group"] == 0.9375
 
 
 def test_a_cache_that_grows_is_shown_with_what_it_held(tmp_path):
-    """It stands under the ratio it was trained for, whatever it holds."""
-    for name, task, shares in (("a", "gsm8k", [0.3, 0.4]), ("b", "ruler_4k", [0.45, 0.45])):
-        write(tmp_path / name, [[1], [0]], task, "dms", held=shares)
+    """It stands under the ratio that it aims at, whatever it holds."""
+    for name, task, held in (("a", "gsm8k", [300, 400]), ("b", "ruler_4k", [1250, 1251])):
+        write(tmp_path / name, [[1], [0]], task, "dms", held=held)
         write(tmp_path / f"{name}t", [[1], [1]], task)
     (table,) = report(tmp_path)["tables"]
     (row,) = [row for row in table["rows"] if row["group"] == 0.75]
-    assert row["label"] == "DMS [40% held]"
-    assert [cell["held"] for cell in row["cells"]] == pytest.approx([0.35, 0.45])
-    assert (
-        sum(
-            "held 35.0% of the tokens at the end of a rollout, on average; it was to be 25%" in n
-            for n in table["notes"]
-        )
-        == 1
-    )
-    assert all(said.startswith("DMS [40% held] at 75% scores") for said in table["sentences"])
+    assert row["label"] == "DMS [350 to 1,250 tokens held]"
+    assert [cell["held"] for cell in row["cells"]] == pytest.approx([350, 1250.5])
+    said = "a KV head held 350 tokens at the end of a rollout, on average, of the 1,000 it had taken in (35%, 25% was the aim)"
+    assert sum(said in note for note in table["notes"]) == 1
+    assert all(said.startswith("DMS [350 to 1,250 tokens held] at 75% scores") for said in table["sentences"])
+
+
+def test_what_was_held_in_some_rollouts_is_not_said_of_all(tmp_path):
+    write(tmp_path / "a", [[1], [0]], "gsm8k", "dms", held=[300, None])
+    (table,) = report(tmp_path)["tables"]
+    assert [row["label"] for row in table["rows"]] == ["DMS [unknown number of tokens held]"]
+    assert "how much of it was held is not in (all of) the grades" in table["notes"][0]
 
 
 def test_two_of_one_name_are_told_apart(tmp_path):

@@ -217,6 +217,7 @@ def test_dms_compresses_as_much_as_a_budget() -> None:
 FAKE = """#!/usr/bin/env bash
 echo "$*" >>"$LOG"
 [[ -z ${FAIL:-} || $* != *"$FAIL"* ]] || exit 130
+[[ $1 != match ]] || echo '"matched"' >>"$2/kvpop.json"
 [[ $1 == distill ]] || exit 0
 while (($#)); do
   if [[ $1 == --out ]]; then mkdir -p "$2" && touch "$2/kvpop.json"; fi
@@ -242,6 +243,12 @@ def test_a_script_that_was_stopped_goes_on_where_it_was(tmp_path) -> None:
     assert first[-1].endswith("dms-128")
     assert calls(0) == whole[len(first) - 1 :]
     assert calls(0) == [line for line in whole if line.startswith("report")]
+    config = tmp_path / "out/smollm2-quick/adapters/dms-128/kvpop.json"
+    config.write_text("older\n")  # from before adapters were matched: its row is not what it was, either
+    changed = calls(0)
+    assert [line.split()[0] for line in changed] == ["match", "tasks", "report", "report"]
+    assert "dms-128" in changed[0]
+    assert "dms-128" in changed[1]
     again = calls(0, ITEMS="1")  # cells are made anew, adapters are not
     assert sum(line.startswith("tasks run") for line in again) == 8
     assert not any(line.startswith("distill") for line in again)
@@ -298,7 +305,7 @@ def test_the_quick_path_runs_end_to_end(tiny, tmp_path, monkeypatch) -> None:
     table = (out / "table-1.md").read_text()
     for variant in ("Teacher", "StreamLLM", "TOVA", "StreamLLM+", "KVpop mlp", "KVpop mlp by head", "KVpop"):
         assert f"| {variant} |" in table
-    assert re.search(r"\| DMS \[\d+% held\] \|", table)
+    assert re.search(r"\| DMS \[\d+ tokens held\] \|", table)
     rows = json.loads((out / "held-out-128.json").read_text())["rows"]
     assert {row["policy"] for row in rows} >= {"dense", "streaming", "tova", "dms-128", "kvpop-128"}
     assert len(json.loads((out / "ablations.json").read_text())["rows"]) == 1 + 1 + 4
@@ -314,6 +321,7 @@ for i in {1..5}; do sleep 0.1; done
 [[ -z ${SLOW:-} || $* != *"$SLOW"* ]] || for i in {1..300}; do sleep 0.1; done
 [[ -z ${BAD:-} || $* != *"$BAD"* ]] || { echo "end $*" >>"$LOG"; exit 3; }
 if [[ $1 == distill ]]; then mkdir -p "$out" && touch "$out/kvpop.json"; fi
+if [[ $1 == match ]]; then echo '"matched"' >>"$2/kvpop.json"; fi
 echo "end $*" >>"$LOG"
 """
 

@@ -396,11 +396,12 @@ class BoundedCache(Cache):
         return self.stores[0].seen.tolist() if self.stores else []
 
     def tokens_held(self, row: int) -> float:
-        """How many tokens of a row a KV head holds, on average over layers and heads; 0 before the first use."""
-        if not self.stores:
-            return 0.0
-        heads = sum(layer.policy.shape.kv_heads for layer in self.bounded_layers if layer.slots is not None)
-        return int(torch.stack([store.tokens_held(row).cpu() for store in self.stores]).sum()) / heads
+        """How many tokens of a row a KV head holds, on average over the layers whose stores grow (all, if none does); 0 before
+        the first use."""
+        used = [(layer.policy, layer.slots) for layer in self.bounded_layers if layer.slots is not None]
+        used = [pair for pair in used if not pair[0].bounded] or used
+        heads = sum(policy.shape.kv_heads for policy, _ in used)
+        return int(torch.stack([store.tokens_held(row).cpu() for _, store in used]).sum()) / heads if used else 0.0
 
     def rows_held(self) -> int:
         """The largest number of slots in use by any KV head."""

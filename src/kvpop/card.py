@@ -105,10 +105,13 @@ def _what(config: dict[str, Any], base: str) -> str:
                 f" The others are budgets by head: from {min(by_head):,} to {max(by_head):,}, mean {budget['long']:,}."
             )
     else:
-        size = (
-            f"It was trained to hold 1/{policy['ratio']:g} of the tokens on average beyond a window of {policy['window']:,}; "
-            "the memory follows the text, it is not bounded."
-        )
+        aim = f"It was trained to hold 1/{policy['ratio']:g} of the tokens on average beyond a window of {policy['window']:,}"
+        if matched := config.get("matched"):
+            aim = (
+                f"Its gates are set so that they hold {matched['held']:.1%} of {matched['documents']} documents "
+                f"({matched['tokens']:,} tokens), sinks and a window of {policy['window']:,} included"
+            )
+        size = f"{aim}; the memory follows the text, it is not bounded."
     return f"A kvpop adapter for [{base}](https://huggingface.co/{base}): {kind}. {size} {own}"
 
 

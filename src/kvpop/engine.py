@@ -41,8 +41,8 @@ class Request:
     ``tokens`` are what was generated, a stop token included. ``text`` is their text without special tokens, a stop token,
     or a stop string and what follows it; what may yet become a stop string or a whole character is held back. ``seen``
     tokens were taken in by the model. ``finish_reason`` is None until the end; ``error`` says more if it is "error".
-    ``held`` is how many tokens a KV head held at the end on average, where caches grow (else, or before, None). Times are
-    seconds of ``time.perf_counter``; ``started`` is when it got a row.
+    ``held`` is how many tokens a KV head held at the end, on average over the layers whose stores grow (without such, or
+    before, None). Times are seconds of ``time.perf_counter``; ``started`` is when it got a row.
     """
 
     id: int

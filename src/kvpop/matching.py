@@ -8,6 +8,7 @@ Training only draws gates towards a ratio: a short run ends before it, a long on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,8 +23,9 @@ from kvpop.policies.dms import DMSLayer
 
 # Shapes: B rows (1), H KV heads, S tokens of a text, N tokens with a gate in all heads, layers and texts.
 
-ROUNDS, NEAR = 8, 0.001
-"""Looks at the texts, at most, and how far off the share may be: what a layer drops changes what the gates of the next say."""
+ROUNDS, NEAR, FAR = 8, 0.001, 0.1
+"""Looks at the texts, at most (what a layer drops changes what the gates of the next say); how far off the share may be where
+they end; and by how much of what was asked for it may be missed."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +45,29 @@ def matched(
 
     Of up to ``ROUNDS`` thresholds, each the one that would have been right for what the gates said under the one before, it is
     the first that is within ``NEAR``, else the nearest. ``tick`` is called after each text of each. The model's own threshold
-    stays. Raises ValueError without texts, for a ratio below 1, if no DMS is attached, and if sinks and window alone are more
-    than that.
+    stays; layers without gates do not count.
+
+    Raises ValueError without texts, for a ratio that is not finite and at least 1, if no DMS is attached or two of different
+    settings are, if sinks and window alone are more than that, for gates that are NaN, and where no threshold comes within
+    a tenth of what was asked for (gates that say the same about many tokens).
     """
     layers = [policy for policy in attached_policies(model) if isinstance(policy, DMSLayer)]
     if not layers:
         raise ValueError("there are no gates to match: the policy of the model is not DMS")
-    if not texts or not ratio >= 1:
-        raise ValueError(f"a match needs at least 1 text and a ratio of at least 1, got {len(texts)} and {ratio}")
+    if not texts or not 1 <= ratio < math.inf:
+        raise ValueError(
+            f"a match needs at least 1 text and a finite ratio of at least 1, got {len(texts)} texts and a ratio of {ratio}"
+        )
     recipe = layers[0].recipe
+    if any(layer.recipe != recipe for layer in layers):
+        raise ValueError("the DMS of this model's layers differ in their settings: there is no one threshold to match")
     tokens = sum(map(len, texts)) * sum(layer.shape.kv_heads for layer in layers)
     always = sum(min(len(text), recipe.sinks + recipe.window) for text in texts) * (tokens // sum(map(len, texts)))
     wanted = round(tokens / ratio) - always
     if wanted < 0:
         raise ValueError(
-            f"a ratio of {ratio:g} leaves {1 / ratio:.1%} of the tokens, but sinks and window alone are {always / tokens:.1%} "
-            f"of these texts ({len(texts)}, of up to {max(map(len, texts))} tokens): give longer ones"
+            f"a ratio of {ratio:g} leaves {1 / ratio:.1%} of the tokens, but {recipe.sinks} sinks and a window of "
+            f"{recipe.window} are {always / tokens:.1%} of texts of {min(map(len, texts))} to {max(map(len, texts))} tokens"
         )
     tried: list[tuple[float, float]] = []  # threshold, share held under it
     threshold = recipe.threshold
@@ -67,6 +76,8 @@ def matched(
             for layer in layers:
                 layer.recipe = replace(recipe, threshold=threshold)
             logit_N = gate_logits(model, texts, tick).sort().values
+            if logit_N.isnan().any():
+                raise ValueError(f"what the gates say is NaN for {int(logit_N.isnan().sum())} of {len(logit_N)} tokens")
             tried.append((threshold, (always + int((logit_N <= threshold).sum())) / tokens))
             if abs(tried[-1][1] - 1 / ratio) <= NEAR or len(tried) == ROUNDS or not len(logit_N):
                 break
@@ -76,6 +87,10 @@ def matched(
         for layer in layers:
             layer.recipe = recipe
     best, held = min(tried, key=lambda one: abs(one[1] - 1 / ratio))
+    if abs(held * ratio - 1) > FAR:
+        raise ValueError(
+            f"no threshold makes the gates hold {1 / ratio:.1%} of the tokens: the nearest of {len(tried)} holds {held:.1%}"
+        )
     return Match(best, held, tried[0][1])
 
 

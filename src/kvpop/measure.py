@@ -56,7 +56,7 @@ class Entry:
 class TextScores:
     """Per scored position of every text, in order: KL to dense (nats), top-1 agreement with dense, NLL of the text, and
     whether the likeliest token is the text's own. ``held``, of a policy without fixed slots: of every text the share of its
-    tokens that is held at its end, on average over layers and KV heads."""
+    tokens that is held at its end, on average over the KV heads of layers without a bound."""
 
     kl: list[Tensor] = field(default_factory=list)
     agree: list[Tensor] = field(default_factory=list)
@@ -192,7 +192,8 @@ def compare_texts(
                     by_layer: list[Tensor] = []
 
                     def observe(view: LayerView, by_layer: list[Tensor] = by_layer) -> None:
-                        by_layer.append((view.expiry >= view.k.shape[2]).float().mean((1, 2)))
+                        if not view.policy.bounded:
+                            by_layer.append((view.expiry >= view.k.shape[2]).float().mean((1, 2)))
 
                     grows = entry.policy.slots is None and not isinstance(entry.policy, Dense)
                     with measured(model, entry):

@@ -73,28 +73,28 @@ def print_facts(facts: dict[str, Any], console: Console) -> None:
 
 
 def print_comparison(rows: list[dict[str, Any]]) -> None:
+    def size(row: dict[str, Any]) -> str:
+        return f"{row['held']:.0%} held" if "held" in row else str(row["budget"] or "-")
+
     names = ("kl", "agreement", "perplexity", "passkey", "needle")
     titles = {"kl": "KL to dense", "agreement": "agreement with dense"}
     keys = [name for name in names if any(name in row for row in rows)]
     table = Table("policy", "budget", *(titles.get(key, key) for key in keys))
     for row in rows:
-        size = f"{row['held']:.0%} held" if "held" in row else str(row["budget"] or "-")
-        table.add_row(row["policy"], size, *(f"{row[key]:.4f}" for key in keys))
+        table.add_row(row["policy"], size(row), *(f"{row[key]:.4f}" for key in keys))
     OUT.print(table)
     if "intervals" in rows[0]:
         names, title = tuple(rows[0]["intervals"]), "95 % intervals, bootstrap over texts"
         table = Table("policy", "budget", *names, title=title, title_justify="left")
         for row in rows:
             spans = (f"{row['intervals'][name]['low']:.4f} to {row['intervals'][name]['high']:.4f}" for name in names)
-            table.add_row(row["policy"], str(row["budget"] or "-"), *spans)
+            table.add_row(row["policy"], size(row), *spans)
         OUT.print(table)
     if "by_position" in rows[0]:
         spans = (f"{part['from']}-{part['to'] - 1}" for part in rows[0]["by_position"])
         table = Table("policy", "budget", *spans, title="KL to dense by position", title_justify="left")
         for row in rows:
-            table.add_row(
-                row["policy"], str(row["budget"] or "-"), *(f"{part['kl']:.4f}" for part in row["by_position"])
-            )
+            table.add_row(row["policy"], size(row), *(f"{part['kl']:.4f}" for part in row["by_position"]))
         OUT.print(table)
     cells = [(row, cell) for row in rows for cell in row.get("retrieval", [])]
     if cells:
@@ -112,7 +112,7 @@ def print_comparison(rows: list[dict[str, Any]]) -> None:
         )
         for row, cell in cells:
             sweep.add_row(
-                row["policy"], str(row["budget"] or "-"), cell["task"], f"{cell['length']:,}", f"{cell['depth']:g}",
+                row["policy"], size(row), cell["task"], f"{cell['length']:,}", f"{cell['depth']:g}",
                 f"{cell['exact']:.2f}", f"{cell['nll']:.3f}", str(cell["answers"]),
             )  # fmt: skip
         OUT.print(sweep)

@@ -56,8 +56,8 @@ def evaluate(
     """Compare policies with the dense model: KL, agreement, perplexity and retrieval, teacher-forced on the same text.
 
     An adapter that changes the model's weights is measured with them; dense is the model as it was before, for all of them.
-    Texts are scored from the largest budget on, where every policy has dropped something. Intervals are those of a bootstrap
-    over texts; of a policy without a budget it is measured what it held at their ends.
+    Texts are scored from the largest budget on, where every policy has dropped something. Intervals (of several texts)
+    are those of a bootstrap over them; of a policy without a budget it is measured what it held at their ends.
     """
     from kvpop.data import texts_from
     from kvpop.measure import compare_retrieval, compare_texts, interval
@@ -104,9 +104,9 @@ def evaluate(
         row: dict[str, Any] = {"policy": entry.label, "budget": entry.budget}
         if scores:
             row |= scores[i].row(start)
-            row["intervals"] = {
-                name: interval(row[f"{name}_by_text"], seed) for name in ("kl", "agreement", "accuracy")
-            }
+            if texts > 1:
+                names = ("kl", "agreement", "accuracy")
+                row["intervals"] = {name: interval(row[f"{name}_by_text"], seed) for name in names}
         for name, found in answers[i].items() if answers else ():
             row |= {name: found.row()["exact"], f"{name}_nll": found.row()["nll"]}
             row.setdefault("retrieval", []).extend(retrieval_cells(name, found, places))

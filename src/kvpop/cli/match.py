@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from kvpop.terminal import ERR, OUT, print_facts, print_json
 
 
 def match(
-    adapter: Annotated[Path, typer.Argument(help="Directory of a DMS adapter: its threshold is set anew.")],
+    adapter: Annotated[Path, typer.Argument(help="Directory of a DMS adapter, whose threshold is set anew.")],
     model: ModelOption = "smollm2",
     data: Annotated[
         str,
@@ -30,19 +31,22 @@ def match(
     """Let DMS hold as many tokens as it was to: set the threshold of its gates by what they say about a few documents.
 
     Gates that were trained briefly end short of the compression they were trained for, and are compared with less memory than
-    they take. Only the threshold in kvpop.json changes.
+    they take. The share is that of documents of --length tokens: of a shorter text as much of it, so fewer tokens. Writes
+    nothing but kvpop.json: the threshold, and under "matched" what it was found by.
     """
     from kvpop.adapter import CONFIG, adapter_files, load
     from kvpop.matching import matched
     from kvpop.weights import write_json
 
+    if not (adapter / CONFIG).is_file():
+        raise ValueError(f"{adapter} is no directory of an adapter (with a {CONFIG}), which match would change")
     config = read_adapter(adapter)
     adapter_files(adapter)  # all there
     if config["policy"]["name"] != "dms":
         raise ValueError(f"{adapter} holds {config['policy']['name']}, which has no gates: kvpop match is for dms")
     aim = float(config["policy"]["ratio"]) if ratio is None else ratio
-    if not aim >= 1:
-        raise ValueError(f"--ratio must be at least 1, got {aim}")
+    if not 1 <= aim < math.inf:
+        raise ValueError(f"--ratio must be at least 1 and finite, got {aim}")
     check_data(data, length)
     place, precision = placement(device, dtype)
     with ERR.status("loading the model"):
@@ -59,15 +63,19 @@ def match(
             status.update(f"looking at {len(documents)} documents, {done} done")
 
         found = matched(base, documents, aim, tick)
-    write_json(adapter / CONFIG, {**config, "policy": {**config["policy"], "threshold": found.threshold}})
-    facts: dict[str, Any] = {
-        "adapter": str(adapter),
-        "threshold": found.threshold,
+    by = {
+        "ratio": aim,
         "held": found.held,
-        "held before": found.before,
         "documents": len(documents),
         "tokens": sum(map(len, documents)),
+        "data": data,
     }
+    policy = {**config["policy"], "ratio": aim, "threshold": found.threshold}
+    write_json(adapter / CONFIG, {**config, "policy": policy, "matched": by})
+    facts: dict[str, Any] = {
+        "adapter": str(adapter), "threshold": found.threshold, "held": found.held, "held before": found.before,
+        "documents": by["documents"], "tokens": by["tokens"],
+    }  # fmt: skip
     if as_json:
         print_json(facts)
     else:

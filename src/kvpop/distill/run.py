@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvpop.adapter import base_tensors, save_adapter
+from kvpop.adapter import AdapterError, adapter_files, base_tensors, save_adapter
 from kvpop.data import SequenceStream
 from kvpop.distill.checkpoint import Checkpoints
 from kvpop.distill.config import DistillConfig
@@ -65,8 +65,9 @@ def distill(
     """Run (or go on with) a training run and write the adapter into ``directory``; False if it was interrupted.
 
     ``directory`` holds the checkpoints, the JSONL log (one line a logged step; ``watch`` names more writers) and, at the end,
-    the adapter. Ctrl-C finishes the step, writes a checkpoint and returns; calling again with the same arguments goes on from
-    there. A killed run loses the steps since its last checkpoint, no more.
+    the adapter (a whole one of a run that had ended already stays as it is). Ctrl-C finishes the step, writes a checkpoint and
+    returns; calling again with the same arguments goes on from there. A killed run loses the steps since its last checkpoint,
+    no more.
 
     Where weights are sharded (several processes, or another precision to compute in) the model is of no use afterwards: load
     what was written.
@@ -85,6 +86,7 @@ def distill(
         world.barrier()
         checkpoints = Checkpoints(directory, trainer)
         checkpoints.resume()
+        trains = trainer.done < config.steps
         described = {"model": model_id, **trainer.identity(), "processes": world.size}
         logs = writers(watch, directory, trainer.done, described) if world.leads else []
         try:
@@ -95,6 +97,8 @@ def distill(
                 log.close()
         if not finished:
             return False
+        if not trains and not world.any(not _written(directory)):
+            return True  # the adapter is there, and what may have been done with it since stays
         model.eval()
         facts: dict[str, Any] = {
             "steps": trainer.done, "tokens": trainer.done * config.accumulate * stream.batch_size * stream.length,
@@ -103,6 +107,14 @@ def distill(
         facts.update(plain({key: last[key] for key in FACTS if key in last}))
         _save(trainer, policy, directory, model_id, facts)
     return True
+
+
+def _written(directory: Path) -> bool:
+    """Whether a whole adapter is there."""
+    try:
+        return bool(adapter_files(directory))
+    except (AdapterError, FileNotFoundError):
+        return False
 
 
 def _train(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -85,9 +86,14 @@ class Result:
 
     @property
     def held(self) -> float | None:
-        """The share of its tokens that a cache that grows held at the end of a rollout, on average; None if not known."""
-        shares = [row["held"] for row in self.grades if "held" in row]
-        return sum(shares) / len(shares) if shares else None
+        """How many tokens a KV head held at the end of a rollout, on average, if the cache grows; None if not known of all."""
+        counts = [row["held"] for row in self.grades if "held" in row]
+        return sum(counts) / len(counts) if len(counts) == len(self.grades) else None
+
+    @property
+    def taken_in(self) -> float:
+        """How many tokens a rollout had taken in at its end, on average: all but the last that was generated."""
+        return sum(row["prompt_tokens"] + row["tokens"] - 1 for row in self.grades) / len(self.grades)
 
     @property
     def grows(self) -> bool:
@@ -310,14 +316,14 @@ def _tell_apart(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _say_what_grew(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to the labels of caches without a bound what they held: they stand under the ratio that was aimed at."""
+    """Add to the labels of caches without a bound how many tokens they held: they stand under the ratio that was aimed at."""
     for row in rows:
         growing = [result for result in row["results"].values() if result.grows]
         if growing:
-            shares = [result.held for result in growing]
-            known = [share for share in shares if share is not None]
-            said = _percent(sum(known) / len(known)) if len(known) == len(shares) else "unknown share"
-            row["label"] += f" [{said} held]"
+            known = [result.held for result in growing if result.held is not None]
+            least, most = (f"{pick(known):,.0f}" if known else "" for pick in (min, max))
+            said = least if least == most else f"{least} to {most}"
+            row["label"] += f" [{said if len(known) == len(growing) else 'unknown number of'} tokens held]"
 
 
 def _facts(key: tuple[Any, ...]) -> dict[str, str]:
@@ -397,10 +403,14 @@ def _row(
 
 
 def _growth(result: Result) -> str:
-    aim = "" if result.ratio is None else f"; it was to be {_percent(1 - result.ratio)}"
     if result.held is None:
-        return f"its cache grows, and how much of it was held is not in the grades{aim}"
-    return f"its cache grows, and held {100 * result.held:.1f}% of the tokens at the end of a rollout, on average{aim}"
+        return "its cache grows, and how much of it was held is not in (all of) the grades"
+    share = result.held / result.taken_in
+    aim = "" if result.ratio is None else f", {_percent(1 - result.ratio)} was the aim"
+    return (
+        f"its cache grows, and a KV head held {result.held:,.0f} tokens at the end of a rollout, on average, of the "
+        f"{result.taken_in:,.0f} it had taken in ({_percent(share)}{aim})"
+    )
 
 
 def _teacher_of(result: Result, teachers: Sequence[Result]) -> Result | None:
@@ -455,9 +465,10 @@ LEGEND = (
     "Accuracy [95 % interval] (capped/empty/looping): pass@1, mean over rollouts, then over problems, with the percentile "
     "interval of a bootstrap over problems; the share of rollouts, in percent, that hit the limit of new tokens, wrote "
     "nothing, or ended in a loop. Rel. is the ratio of the average to the teacher's. CR is the share of a dense cache of "
-    "{context} tokens that is not held. A cache that grows stands under the one it aims at; [n% held] is the share of the "
-    "tokens taken in that it held at the end of a rollout, on average. An interval without width means that all problems "
-    "scored alike, not that the value is certain. - is missing. * is not the whole task, see the notes."
+    "{context} tokens that is not held. A cache that grows stands under the share of its own tokens that it is to drop; what "
+    "it held is counted at the end of rollouts, a KV head, where others have their slots at any length. An interval without "
+    "width means that all problems scored alike, not that the value is certain. - is missing. * is not the whole task, see "
+    "the notes."
 )
 
 
@@ -530,7 +541,7 @@ def _said(result: Mapping[str, Any]) -> str:
     if last:
         said.append(", ".join(f"{name} {version}" for name, version in last["versions"].items()))
         said.append(f"device {last['device']}")
-        said.append(f"command: {' '.join(last['command'])}")
+        said.append(f"command: {shlex.join(last['command'])}")
     if len(result["runs"]) > 1:
         said.append(f"made by {len(result['runs'])} runs, of which this is the last")
     return "; ".join(said) + "."
@@ -568,7 +579,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += [*(f"{remark}\n" for remark in _remarks(report)), "## Where it came from", ""]
     lines += [f"- {clean(_said(result))}" for result in report["results"]]
     if report["command"]:
-        lines += ["", f"Report: {clean(' '.join(report['command']))}"]
+        lines += ["", f"Report: {clean(shlex.join(report['command']))}"]
     return "\n".join(lines) + "\n"
 
 
@@ -607,7 +618,7 @@ def latex(report: Mapping[str, Any]) -> str:
     lines += [f"{escaped(remark)}\n" for remark in _remarks(report)]
     lines += _list([_said(result) for result in report["results"]])
     if report["command"]:
-        lines.append(f"Report: {escaped(' '.join(report['command']))}")
+        lines.append(f"Report: {escaped(shlex.join(report['command']))}")
     return "\n".join(lines) + "\n"
 
 

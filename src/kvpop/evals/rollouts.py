@@ -11,7 +11,6 @@ import json
 import operator
 import os
 import platform
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -89,17 +88,15 @@ def loop_period(
 
 def health(row: Mapping[str, Any]) -> dict[str, Any]:
     """What to know about a rollout beside its grade: ``capped`` (it hit the limit of new tokens), ``empty`` (nothing but white
-    space), ``loop`` (``loop_period`` of its tokens, a stop token aside; 0: none); and ``held`` where the cache grew: the share
-    of the tokens it had taken in that was held at the end, on average over KV heads."""
+    space), ``loop`` (``loop_period`` of its tokens, a stop token aside; 0: none); and where the cache grew ``held``, how many
+    tokens a KV head held at the end, on average."""
     ids = row["completion_ids"]
     found = {
         "capped": row["finish_reason"] == "length",
         "empty": not row["text"].strip(),
         "loop": loop_period(ids[:-1] if row["finish_reason"] == "stop" else ids),
     }
-    if row.get("held") is not None:
-        found["held"] = row["held"] / (row["prompt_tokens"] + len(ids) - 1)  # the last was not taken in any more
-    return found
+    return found | ({"held": row["held"]} if row.get("held") is not None else {})
 
 
 def item_ids(tokenizer: Any, item: Item, thinking: bool | None = None) -> list[int]:
@@ -250,9 +247,8 @@ def run_facts(device: Any, **more: Any) -> dict[str, Any]:
 
 
 def command() -> list[str]:
-    """The command line of this process, as it can be given again."""
-    started = Path(sys.argv[0]).name.replace("__main__.py", "kvpop")  # by python -m kvpop
-    return [started, *map(shlex.quote, sys.argv[1:])]
+    """The words this process was called with, without where the program lies."""
+    return [Path(sys.argv[0]).name.replace("__main__.py", "kvpop"), *sys.argv[1:]]
 
 
 # The files
