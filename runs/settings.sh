@@ -237,7 +237,7 @@ whole() {
 CORPUS_READY=
 corpus() {
   if [[ -n $CORPUS && -z $CORPUS_READY ]]; then
-    once "$CORPUS.done" "" kvpop_ prepare --data "$DATA" --model "$NAME" --length 16384 --packing shared --tokens 4200000000 \
+    once "$CORPUS.done" "" kvpop_ prepare --data "$DATA" --model "$NAME" --length "$CONTEXT" --packing shared --tokens 4200000000 \
       --out "$CORPUS"
     CORPUS_READY=1
   fi
