@@ -263,6 +263,34 @@ def test_pins_and_all_that_changes_a_store_between_steps(kind: str) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("kind", ["mlp+mlstm", "random"])
+def test_what_is_looked_up_goes_along_with_rows_that_are_emptied_and_copied(kind: str) -> None:
+    """Compared right away, not only after the next step; from a fused store and from a plain one, pinned and by head."""
+    for budget in (Budget(1, 3, 4), Budget(1, 3, 6, (2, 6))):
+        stores, others = (pair(kind, budget, B=rows, H=2, D=8) for rows in (3, 2))
+        for x in (*stores, *others):
+            x.pin(torch.tensor([[[2, 3]]], device=DEVICE).expand(len(x.seen), -1, -1))
+        for t in range(14):
+            same(*stores, t, valid=[True, t % 2 == 0, t < 5])
+            same(*others, 50 + t, valid=[True, t < 3])
+        for x in stores:
+            x.clear(slice(1, 2))
+        agree(*stores)
+        for x, other in zip(stores, others):
+            x.put(1, other, 1)
+            x.put(0, other, 0)
+        agree(*stores)
+        stores[1].put(2, others[0], 0)
+        stores[0].put(2, others[0], 0)
+        agree(*stores)
+        for t in range(4):
+            same(*stores, 90 + t)
+        for x in stores:
+            x.clear()
+        agree(*stores)
+
+
+@needs_triton
 def test_the_memory_of_a_store_stays_where_it_is() -> None:
     _, fused = pair("mlp+mlstm", Budget(1, 2, 3), B=2, H=1, D=8)
     q, k, v = tokens(fused, 3, 1, 0)

@@ -88,7 +88,8 @@ class RankedSlots(Slots):
             self._refresh(first=True)
 
     # The fused step looks up what it would have to search for: ``least`` and ``ring``. They follow from the rest, so they are
-    # saved nowhere and made anew after all that changes the rest, but for the step itself. None where the step is not fused.
+    # saved nowhere and made anew after all that changes the rest, but for the step itself, and rows that are emptied or copied.
+    # None where the step is not fused.
 
     @torch.no_grad()
     def _find(self) -> tuple[Tensor, Tensor]:
@@ -134,7 +135,8 @@ class RankedSlots(Slots):
         with torch.inference_mode(False), torch.no_grad():
             for x, fresh in zip(self.state, self.scorer.init_state(1, self.seen.device)):
                 x[rows] = fresh
-        self._refresh()
+            for x in self.derived or ():
+                x[rows] = -1  # an empty row has neither
         self._forget()
 
     def put(self, row: int, other: Slots, other_row: int = 0) -> None:
@@ -144,7 +146,12 @@ class RankedSlots(Slots):
         if self.pins is not None:
             other._room_for_pins(self.pins.shape[1])
         super().put(row, other, other_row)
-        self._refresh()
+        if self.derived is not None and other.derived is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                for own, theirs in zip(self.derived, other.derived):
+                    own[row].copy_(theirs[other_row])
+        else:
+            self._refresh()
         self._forget()
 
     def to(self, device: torch.device | str) -> None:
