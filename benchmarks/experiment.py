@@ -201,10 +201,7 @@ def matched(model: Any, policy: Any, texts: list[Tensor], slots: int, weights: A
     found: list[Tensor] = []
 
     def observe(view: Any) -> None:
-        logits = view.policy.logits(view.q, view.k, view.v)[0]
-        if policy.policy.emitted_by == "next":
-            logits = logits.roll(-1, dims=-1)
-        found.append(logits[:, : LENGTH - 1].float())
+        found.append(view.logit_BHS[0, :, : LENGTH - 1].float())
 
     start, low, high = max(BUDGETS), -60.0, 60.0
     with measured(model, Entry("dms", None, policy, weights)):

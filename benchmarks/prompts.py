@@ -9,6 +9,7 @@ is bounded, is not counted). The engine is warm: what is captured, or compiled, 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -62,7 +63,7 @@ def main() -> None:
                         row = {"shape": shape, "policy": policy, "chunk": chunk, "graph": graph, "tokens": tokens}
                         row |= {"ms": round(ms, 2), "floor_ms": round(floor, 3), "ratio": round(ms / floor, 1)}
                         rows.append(row)
-                        print(row, flush=True)
+                        print(json.dumps(row), flush=True)
                     del engine
         del model
         torch.cuda.empty_cache()

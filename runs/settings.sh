@@ -192,16 +192,13 @@ once() {
 }
 
 # stamp METHOD BUDGET: of an adapter, which is another once it is trained or matched again; nothing for the others.
-stamp() {
-  local config
-  config=$(adapter "$1" "$2")/kvpop.json
-  ! trained "$1" || [[ ! -f $config ]] || cksum <"$config" | tr -d ' '
-}
+stamp() { ! trained "$1" || [[ ! -f $(config "$1" "$2") ]] || cksum <"$(config "$1" "$2")" | tr -d ' '; }
 
 trained() { [[ $1 != dense && $1 != streaming && $1 != tova ]]; }
 
-# adapter METHOD BUDGET: its directory.
+# adapter METHOD BUDGET: its directory; config: what is written last of it.
 adapter() { echo "$WORK/adapters/$1-$2"; }
+config() { echo "$(adapter "$1" "$2")/kvpop.json"; }
 
 # held METHOD BUDGET: how the command line is told which policy.
 held() {
@@ -227,11 +224,7 @@ ready() {
 }
 
 # whole METHOD BUDGET: its adapter is there, and DMS has the memory of its row.
-whole() {
-  local config
-  config=$(adapter "$1" "$2")/kvpop.json
-  [[ -f $config ]] && { [[ $1 != dms ]] || grep -q '"matched"' "$config"; }
-}
+whole() { [[ -f $(config "$1" "$2") ]] && { [[ $1 != dms ]] || grep -q '"matched"' "$(config "$1" "$2")"; }; }
 
 # The corpus of models that need one on disk.
 CORPUS_READY=

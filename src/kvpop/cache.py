@@ -401,7 +401,8 @@ class BoundedCache(Cache):
         used = [(layer.policy, layer.slots) for layer in self.bounded_layers if layer.slots is not None]
         used = [pair for pair in used if not pair[0].bounded] or used
         heads = sum(policy.shape.kv_heads for policy, _ in used)
-        return int(torch.stack([store.tokens_held(row).cpu() for _, store in used]).sum()) / heads if used else 0.0
+        device = used[0][1].seen.device if used else None  # asked once, not layer by layer
+        return int(sum(store.tokens_held(row).to(device) for _, store in used)) / heads if used else 0.0
 
     def rows_held(self) -> int:
         """The largest number of slots in use by any KV head."""

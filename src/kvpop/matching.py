@@ -61,8 +61,9 @@ def matched(
     recipe = layers[0].recipe
     if any(layer.recipe != recipe for layer in layers):
         raise ValueError("the DMS of this model's layers differ in their settings: there is no one threshold to match")
-    tokens = sum(map(len, texts)) * sum(layer.shape.kv_heads for layer in layers)
-    always = sum(min(len(text), recipe.sinks + recipe.window) for text in texts) * (tokens // sum(map(len, texts)))
+    heads = sum(layer.shape.kv_heads for layer in layers)
+    tokens = heads * sum(map(len, texts))
+    always = heads * sum(min(len(text), recipe.sinks + recipe.window) for text in texts)
     wanted = round(tokens / ratio) - always
     if wanted < 0:
         raise ValueError(

@@ -6,7 +6,6 @@ Dense is computed once per text; every policy then sees the same tokens, so all 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -174,7 +173,7 @@ def compare_texts(
         if len(text) <= start + 1:
             raise ValueError(f"a text of {len(text)} tokens has nothing to score from position {start} on")
     found: list[list[dict[str, list[Tensor]]]] = [[{} for _ in texts] for _ in entries]
-    shares: list[list[float]] = [[math.nan for _ in texts] for _ in entries]
+    shares: list[dict[int, float]] = [{} for _ in entries]
     check_head(model)
     with detached_after(model):
         for group in batches([len(text) for text in texts]):
@@ -199,8 +198,7 @@ def compare_texts(
                     with measured(model, entry):
                         hidden.append(hidden_states(model, ids_BS, observe if grows else None)[:, start:-1])
                         heads.append(copy.deepcopy(own_head) if entry.weights else own_head)
-                    for i, share in zip(group, torch.stack(by_layer).mean(0).tolist() if by_layer else ()):
-                        own[i] = share
+                    own.update(zip(group, torch.stack(by_layer).mean(0).tolist() if by_layer else ()))
                 for _ in group:
                     tick(entry.label)
             for row, i in enumerate(group):
@@ -219,7 +217,7 @@ def compare_texts(
     made = []
     for values, own in zip(found, shares):
         score = TextScores(*([torch.cat(value[name]).cpu() for value in values] for name in MEASURES))  # type: ignore[arg-type]
-        score.held = [share for share in own if not math.isnan(share)]
+        score.held = [own[i] for i in sorted(own)]
         made.append(score)
     return made
 

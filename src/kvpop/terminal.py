@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -70,6 +72,20 @@ def print_facts(facts: dict[str, Any], console: Console) -> None:
         shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
         table.add_row(key.replace("_", " "), shown)
     console.print(table, markup=False)
+
+
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[], None]]:
+    """A line on stderr that says what goes on; what is given is called after each part, which it counts."""
+    done = 0
+    with ERR.status(what) as status:
+
+        def tick() -> None:
+            nonlocal done
+            done += 1
+            status.update(f"{what}, {done} done")
+
+        yield tick
 
 
 def print_comparison(rows: list[dict[str, Any]]) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpop.cli.options import ADAPTER, DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption
+from kvpop.cli.options import ADAPTER, DataOption, DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption
 from kvpop.jobs import check_data, chosen_budget, document_curves, load_model, placement, read_adapter, training_stream
-from kvpop.terminal import ERR, OUT, print_facts, print_json
+from kvpop.terminal import ERR, OUT, counting, print_facts, print_json
 
 
 def allocate(
@@ -19,10 +19,7 @@ def allocate(
     ],
     adapter: Annotated[str | None, typer.Option(help=f"Trained scorers. {ADAPTER}.")] = None,
     model: ModelOption = "smollm2",
-    data: Annotated[
-        str,
-        typer.Option(help="champ, a text, .jsonl or .parquet file, a directory, a hub dataset, or what prepare wrote."),
-    ] = "champ",
+    data: DataOption = "champ",
     budget: Annotated[int | None, typer.Option(help="Slots per KV head, on average (the adapter's, or 256).")] = None,
     least: Annotated[
         int | None,
@@ -81,15 +78,8 @@ def allocate(
             load(base, directory)  # a model that was trained along is looked at as it is now
     with ERR.status("reading the texts"):
         stream = training_stream(data, tokenizer, length, 1, seed, texts * length, retrieval_share)
-    done, count = 0, min(texts, len(stream))
     ranking = None if trained is None else trained.with_budget(slots)
-    with ERR.status(f"looking at {count} documents") as status:
-
-        def tick() -> None:
-            nonlocal done
-            done += 1
-            status.update(f"looking at {count} documents, {done} done")
-
+    with counting(f"looking at {min(texts, len(stream))} documents") as tick:
         curves = document_curves(base, stream, slots, texts, ranking, tick)
     out.mkdir(parents=True, exist_ok=True)
     write_curves(out / CURVES, curves)

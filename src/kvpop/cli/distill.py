@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpop.budget import Budget
-from kvpop.cli.options import ADAPTER, DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption
+from kvpop.cli.options import ADAPTER, DataOption, DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption
 from kvpop.cli.prepare import filters
 from kvpop.jobs import DEFAULT, check_data, load_model, placement, read_adapter, training_stream
 from kvpop.terminal import ERR, TrainingProgress, print_json
@@ -51,9 +51,7 @@ def distill(
     out: Annotated[Path, typer.Option(help="Directory of checkpoints, log and adapter; give it again to go on.")],
     recipe: Annotated[str, typer.Option(help="A whole run by name, such as qwen3-8b:4096:mlp:full; see kvpop plan.")] = "",
     model: ModelOption = "smollm2",
-    data: Annotated[
-        str, typer.Option(help="champ, a text, .jsonl or .parquet file, a directory, a hub dataset, or what prepare wrote.")
-    ] = "champ",
+    data: DataOption = "champ",
     policy: Annotated[str, typer.Option(help="kvpop, streaming (full, lora or base mode) or dms.")] = "kvpop",
     budget: Annotated[int, typer.Option(help="Slots per KV head: sinks + window + long-range.")] = DEFAULT.slots,
     sinks: Annotated[int, typer.Option(min=0)] = DEFAULT.sinks,

@@ -8,18 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpop.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption
+from kvpop.cli.options import DataOption, DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption
 from kvpop.jobs import check_data, load_model, longest_documents, placement, read_adapter, training_stream
-from kvpop.terminal import ERR, OUT, print_facts, print_json
+from kvpop.terminal import ERR, OUT, counting, print_facts, print_json
 
 
 def match(
     adapter: Annotated[Path, typer.Argument(help="Directory of a DMS adapter, whose threshold is set anew.")],
     model: ModelOption = "smollm2",
-    data: Annotated[
-        str,
-        typer.Option(help="champ, a text, .jsonl or .parquet file, a directory, a hub dataset, or what prepare wrote."),
-    ] = "champ",
+    data: DataOption = "champ",
     ratio: Annotated[float | None, typer.Option(help="Hold 1 / RATIO of the tokens (what it was trained for).")] = None,
     texts: Annotated[int, typer.Option(min=1, help="Documents to look at.")] = 8,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a document.")] = 4096,
@@ -35,7 +32,7 @@ def match(
     nothing but kvpop.json: the threshold, and under "matched" what it was found by.
     """
     from kvpop.adapter import CONFIG, adapter_files, load
-    from kvpop.matching import matched
+    from kvpop.matching import ROUNDS, matched
     from kvpop.weights import write_json
 
     if not (adapter / CONFIG).is_file():
@@ -54,14 +51,7 @@ def match(
         load(base, adapter)
     with ERR.status("reading the texts"):
         documents = longest_documents(training_stream(data, tokenizer, length, 1, seed, texts * length, 0.0), texts)
-    done = 0
-    with ERR.status(f"looking at {len(documents)} documents") as status:
-
-        def tick() -> None:
-            nonlocal done
-            done += 1
-            status.update(f"looking at {len(documents)} documents, {done} done")
-
+    with counting(f"looking at {len(documents)} documents, up to {ROUNDS} times") as tick:
         found = matched(base, documents, aim, tick)
     by = {
         "ratio": aim,

@@ -29,6 +29,9 @@ class Commands(TyperGroup):
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 ModelOption = Annotated[str, typer.Option(help='"smollm2" (embedded), a directory, or a hub name.')]
+DataOption = Annotated[
+    str, typer.Option(help="champ, a text, .jsonl or .parquet file, a directory, a hub dataset, or what prepare wrote.")
+]
 SinksOption = Annotated[
     int | None, typer.Option(min=0, help="First tokens that are always held (the adapter's, or 4).")
 ]

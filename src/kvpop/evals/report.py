@@ -467,8 +467,8 @@ LEGEND = (
     "nothing, or ended in a loop. Rel. is the ratio of the average to the teacher's. CR is the share of a dense cache of "
     "{context} tokens that is not held. A cache that grows stands under the share of its own tokens that it is to drop; what "
     "it held is counted at the end of rollouts, a KV head, where others have their slots at any length. An interval without "
-    "width means that all problems scored alike, not that the value is certain. - is missing. * is not the whole task, see "
-    "the notes."
+    "width means that all problems scored alike, not that the value is certain. {missing} is missing. * is not the whole "
+    "task, see the notes."
 )
 
 
@@ -553,7 +553,7 @@ SHOWN = ("right", "wrong", "no answer", "timeout", "refused")
 def _remarks(report: Mapping[str, Any]) -> list[str]:
     bootstrap = report["bootstrap"]
     return [
-        LEGEND.format(context=f"{report['context']:,}"),
+        LEGEND.format(context=f"{report['context']:,}", missing=MISSING),
         f"Intervals: {bootstrap['draws']:,} draws, seed {bootstrap['seed']}. Lines called paper: {report['paper']}.",
     ]
 
