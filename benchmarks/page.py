@@ -40,7 +40,7 @@ PARTS = {
     ),
     "parts": (180, "python benchmarks/parts.py --lengths 16384 --prefill 131072 --chunks 4096"),
     "train-16k": (120, f"{STEP} --layers 4 --length 16384 --scorers mlp mlstm --steps 3 --warm 6"),
-    "train-65k": (120, f"{STEP} --layers 2 --length 65536 --scorers mlstm --steps 1 --warm 1"),
+    "train-65k": (120, f"{STEP} --layers 2 --length 65536 --scorers mlstm --steps 2 --warm 3"),
     "decode-dense": (120, f"{DECODE} --policy dense --batch 1 --batch 8 --batch 32 {LONG}"),
     "decode-others": (150, f"{DECODE} --policy streaming --policy dms --batch 1 --batch 32 --batch 8 {LONG}"),
     "largest-131k": (200, f"{DECODE} {LARGEST} --seen 131072"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpop import capture
+from kvpop.bench import fill_store
 from kvpop.budget import Budget, cache_bytes
 from kvpop.cache import BoundedCache
 from kvpop.ops.cache_step import api
@@ -542,6 +543,39 @@ class TestOnAGPU:
             expected = plain.attend(*given, None, 0.3)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
             agree(plain, fused)
+
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_launches_that_start_early_read_nothing_too_early(
+        self, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Stores one right after the other in one graph, each asking with what the one before found: bit for bit as with
+        launches that wait."""
+        from kvpop.ops.cache_step.fused import triton as kernels
+
+        found: list[list[Tensor]] = []
+        for early in (lambda chain: {}, kernels._early):
+            monkeypatch.setattr(kernels, "_early", early)
+            torch.manual_seed(0)  # the scorers' parameters
+            stores = [pair(kind, Budget(4, 64, 1500), B=rows, H=2, D=128, dtype=HALF)[1] for _ in range(8)]
+            for each in stores:
+                fill_store(each, 5000, 1568, torch.Generator(DEVICE).manual_seed(0))
+            q, k, v = given = tokens(stores[0], 1, 4, 0)
+
+            def step(stores=stores, q=q, k=k, v=v) -> Tensor:
+                for each in stores:
+                    q = each.step(q, k, v, None, 0.3)
+                return q
+
+            with torch.no_grad():
+                graph = capture.capture(step)
+            found.append([])
+            for t in range(20):
+                for static, x in zip(given, tokens(stores[0], 1, 4, t)):
+                    static.copy_(x)
+                found[-1].append(graph().clone())
+            found[-1] += [x for each in stores for x in each.tensors().values()]
+        for apart, chained in zip(*found, strict=True):
+            assert torch.equal(apart, chained)
 
     def test_it_is_one_graph_to_the_compiler(self, kind: str) -> None:
         torch._dynamo.reset()

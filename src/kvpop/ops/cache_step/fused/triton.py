@@ -1,7 +1,8 @@
 """The whole step, scorer included: score, and beside it attend over splits of the slots; then decide, write and merge.
 
 The scorer needs more registers than attention, which needs many programs on a multiprocessor to keep the memory busy: so they
-are launches of their own, that run at the same time.
+are launches of their own, that run at the same time: on two streams, or, where programs are few, on one, each launch starting
+early and waiting for the one before it when it must.
 
 Nobody has to look for the victim first. The token that goes is one of two: the worst of those ranked before (``least``) or the
 one that leaves the window now, whose score is made in this very step. Attention leaves both out of its sums, and the worst of
@@ -20,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpop.ops.cache_step.api import Layout
 from kvpop.ops.cache_step.fused import Weights
@@ -60,6 +61,9 @@ CROWD_COLUMNS = 16
 """Columns of the memory that a program of a crowd updates at once: it finds room beside four that attend."""
 TOGETHER = 32
 """Rows whose x one program multiplies."""
+CHAIN = 32
+"""Programs of scorers, or heads, up to which each launch starts while the one before it still runs (programmatic dependent
+launch, on Hopper), all on one stream. More of them would only be in each other's way."""
 NOTES = tl.constexpr(4)
 """Per head: the token's position, the slot and the position of the worst ranked before, the slot of the token that is due."""
 NONE = tl.constexpr(2147483647)
@@ -374,9 +378,13 @@ def _attend_and_search(
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    SEARCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SEARCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """``searches`` programs a head look for the worst; then come ``splits`` a head that attend."""
+    if CHAIN:
+        if not SCORED:
+            gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(0)
     attends = program >= heads * searches
     index = program - heads * searches
@@ -396,6 +404,8 @@ def _attend_and_search(
             position, priority, pins, least, ring, ranks, marks, notes, priority_of_old,
             head, program // heads, row, t, M, size, searches, sinks, window, P, DUE, SEARCH, BLOCK_W,
         )  # fmt: skip
+    if CHAIN and SCORED:
+        gdc_wait()  # who waits for this launch waits for the scores, too
 
 
 @triton.jit
@@ -406,11 +416,15 @@ def _score(
     D: tl.constexpr, V: tl.constexpr, DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr,
     MEMORY: tl.constexpr, A: tl.constexpr, CAP: tl.constexpr, PERCEPTRON: tl.constexpr, N: tl.constexpr,
     UNITS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, PROJECTED: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """MEMORY (0 or 1) + PERCEPTRON programs a head, the memory's first."""
     program = tl.program_id(0)
     head, which = (program % heads).to(tl.int64), program // heads
     row, own = head // H, head % H
+    if CHAIN:
+        gdc_wait()
+        gdc_launch_dependents()  # what attends: it may read all that has been waited for here
     t = tl.load(seen + row).to(tl.int32)
     real = tl.load(valid + row) != 0 if VALID else t >= 0
     base = row * total + tl.load(bases + head % H) if LAYOUT else head * M
@@ -464,11 +478,13 @@ def _finish(
     H, M, total, splits, searches, sinks, window, decay_step,
     scale: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     DUE: tl.constexpr, VALID: tl.constexpr, LAYOUT: tl.constexpr, FRESH: tl.constexpr, SCORERS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, CHAIN: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the product that comes next may read its weights meanwhile (``ops.few_rows``)
+    if CHAIN:
+        gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
     row = head // H
@@ -587,6 +603,11 @@ def _join(device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_stream(_side(device))
 
 
+def _early(chain: bool) -> dict[str, bool]:
+    """How to launch what may start before the launch in front of it has ended."""
+    return {"launch_pdl": True} if chain else {}
+
+
 def step(
     q_BR1D: Tensor,
     k_BH1D: Tensor,
@@ -691,6 +712,9 @@ def _step(
     projected = torch.empty(heads, 3 * int(sizes["A"]) + 2, dtype=torch.float32, device=device) if projects else q
     BLOCK_E = min(CROWD_CHANNELS if crowd else CHANNELS, triton.next_power_of_2(D + V))
 
+    chain = heads * max(1, scorers) <= CHAIN and overlaps(device)
+    early = _early(chain)
+
     def score() -> None:
         given = [q if x is None else x for x in (*weights, C, m)]
         if projects:
@@ -704,7 +728,7 @@ def _step(
             k, v, keys, values, seen_B, valid, ring_BHw, bases, *given, projected, scores,
             heads, H, M, total, window,
             **flags, **sizes, UNITS=UNITS, BLOCK_A=BLOCK_A, BLOCK_C=min(CROWD_COLUMNS if crowd else 64, BLOCK_A),
-            BLOCK_E=BLOCK_E, PROJECTED=projects, num_warps=SCORE_WARPS,
+            BLOCK_E=BLOCK_E, PROJECTED=projects, CHAIN=chain, num_warps=SCORE_WARPS, **early,
         )  # fmt: skip
 
     def attend() -> None:
@@ -717,9 +741,13 @@ def _step(
             BLOCK_W=min(1024, triton.next_power_of_2(M)), STAGES=STAGES,
             PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
             num_warps=WARPS if max(D, V) <= 128 else 8,  # a wider head does not fit into the registers of 4
+            CHAIN=chain, SCORED=scorers > 0, **early,
         )  # fmt: skip
 
-    if scorers:
+    if chain and scorers:
+        score()
+        attend()
+    elif scorers:
         _fork(device)
         for launch in (attend, score) if crowd else (score, attend):
             with _beside(device) if launch is score else nullcontext():
@@ -732,7 +760,7 @@ def _step(
         priority_of_old if fresh is None else fresh, log_gamma_H,
         parts, stats, ranks, marks, notes, scores, priority_of_old, out,
         H, M, total, splits, searches, sinks, window, decay_step,
-        **common, FRESH=fresh is not None, SCORERS=scorers, OVERLAP=overlaps(device),
+        **common, FRESH=fresh is not None, SCORERS=scorers, OVERLAP=overlaps(device), CHAIN=chain, **early,
         BLOCK_P=triton.next_power_of_2(max(1, scorers)),
         BLOCK_S=triton.next_power_of_2(searches), BLOCK_T=min(32, triton.next_power_of_2(splits)), num_warps=4,
     )  # fmt: skip
