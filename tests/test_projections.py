@@ -257,14 +257,16 @@ def test_an_output_is_taken_by_the_same_tensor_once(model) -> None:
 
 @pytest.mark.parametrize("how", ["data", "parameter", "assign", "to", "parametrised"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_parameter_that_is_replaced_or_moved_ends_its_group(model, how: str, compiled: bool) -> None:
+def test_a_parameter_that_is_replaced_or_moved_ends_its_group(
+    model, how: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if compiled and how == "data":
         pytest.skip("compiled layers do not see it: documented")
     fuse(model)
     k = modules(model)[1]
     if compiled:
-        for layer in model.model.layers:
-            layer.compile(backend="eager", fullgraph=True, dynamic=False)
+        monkeypatch.setitem(capture.COMPILE, "backend", "eager")
+        compile_layers(model)
     logits(model)
     if how == "data":
         k.weight.data = 2 * k.weight.data
@@ -277,8 +279,7 @@ def test_a_parameter_that_is_replaced_or_moved_ends_its_group(model, how: str, c
     else:
         parametrize.register_parametrization(k, "weight", Twice(), unsafe=True)
     found = logits(model)
-    for layer in model.model.layers:
-        layer._compiled_call_impl = None
+    plain_layers(model)
     if how != "parametrised":
         assert type(k) is nn.Linear or how == "data"
     unfuse(model)

@@ -79,7 +79,10 @@ def compile_layers(model: PreTrainedModel, tune: Tune = "none") -> None:
     check_tune(tune)
     projections.settle(model)
     parts = _parts(model)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(parts))
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, 4 * len(parts))
+    if hasattr(settings, "use_recursive_dict_tags_for_guards"):  # on before torch 2.12, and then some changes go unseen
+        settings.use_recursive_dict_tags_for_guards = False
     for part in parts:
         part.compile(**COMPILE, options=TUNES[tune] or None)
 
