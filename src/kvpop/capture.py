@@ -81,7 +81,7 @@ def compile_layers(model: PreTrainedModel, tune: Tune = "none") -> None:
     parts = _parts(model)
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, 4 * len(parts))
-    if hasattr(settings, "use_recursive_dict_tags_for_guards"):  # on before torch 2.12, and then some changes go unseen
+    if hasattr(settings, "use_recursive_dict_tags_for_guards"):  # before torch 2.12, which has withdrawn it, it is on
         settings.use_recursive_dict_tags_for_guards = False
     for part in parts:
         part.compile(**COMPILE, options=TUNES[tune] or None)
