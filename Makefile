@@ -61,9 +61,10 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 # On a machine with an NVIDIA GPU; uses the python that is active, which brings its own torch.
+gpu-check: export PYTHONPATH := src
 gpu-check:
-	PYTHONPATH=src $(PYTHON) -m pytest -n $(WORKERS) -m gpu $$(grep -l 'mark\.gpu' tests/test_*.py)
-	PYTHONPATH=src $(PYTHON) -m pytest -n $(WORKERS) $(KERNELS)
+	$(PYTHON) -m pytest -n $(WORKERS) -m gpu $$(grep -l 'mark\.gpu' tests/test_*.py); first=$$?; \
+	$(PYTHON) -m pytest -n $(WORKERS) $(KERNELS) && exit $$first
 
 clean:
 	rm -rf $(VENV) $(OLDEST) .triton out build dist
