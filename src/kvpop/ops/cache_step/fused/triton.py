@@ -380,15 +380,15 @@ def _attend_and_search(
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SEARCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
-    """``searches`` programs a head look for the worst; then come ``splits`` a head that attend."""
+    """``splits`` programs a head attend; then come ``searches`` a head that look for the worst."""
     if CHAIN:
         if not SCORED:
             gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
-    attends = program >= heads * searches
-    index = program - heads * searches
-    head = tl.where(attends, index // splits, program % heads).to(tl.int64)
+    attends = program < heads * splits
+    index = program - heads * splits
+    head = tl.where(attends, program // splits, index % heads).to(tl.int64)
     row = head // H
     t = tl.load(seen + row).to(tl.int32)
     real = tl.load(valid + row) != 0 if VALID else t >= 0
@@ -396,13 +396,13 @@ def _attend_and_search(
     base = row * total + tl.load(bases + head % H) if LAYOUT else head * M
     if attends:
         _attend(
-            q, keys, values, least, ring, parts, stats, head, index % splits, t, real, size, base, split, splits, window,
+            q, keys, values, least, ring, parts, stats, head, program % splits, t, real, size, base, split, splits, window,
             scale, G, D, V, DUE, BLOCK_G, BLOCK_M, BLOCK_D, BLOCK_V, STAGES, PRECISION,
         )  # fmt: skip
     else:
         _search(
             position, priority, pins, least, ring, ranks, marks, notes, priority_of_old,
-            head, program // heads, row, t, M, size, searches, sinks, window, P, DUE, SEARCH, BLOCK_W,
+            head, index // heads, row, t, M, size, searches, sinks, window, P, DUE, SEARCH, BLOCK_W,
         )  # fmt: skip
     if CHAIN and SCORED:
         gdc_wait()  # who waits for this launch waits for the scores, too
@@ -732,7 +732,7 @@ def _step(
         )  # fmt: skip
 
     def attend() -> None:
-        _attend_and_search[(heads * (searches + splits),)](
+        _attend_and_search[(heads * (splits + searches),)](
             q, keys, values, position, priority, seen_B, valid, pins, least_BH, ring_BHw, lengths, bases,
             parts, stats, ranks, marks, notes, priority_of_old,
             heads, H, M, total, split, splits, searches, sinks, window,
