@@ -34,7 +34,8 @@ from kvpop.ops.mlstm.api import SMALLEST_NORMALISER
 # position at head * M + m, its key and value at base + m: the same place, unless heads have different sizes (``Layout``).
 
 PROGRAMS = 660
-"""Programs of the attention that run at a time, heads of 128 channels: five per multiprocessor of an H100 or H200."""
+"""Programs of the attention that run at a time, heads of 128 channels: five per multiprocessor of an H100 or H200, where they
+are compiled to 96 registers; four where to more."""
 FEW_HEADS = 132
 """Heads, up to which a third more programs are started: shorter splits end more evenly, while no head has fewer than four."""
 LEAST = 2
