@@ -155,8 +155,8 @@ aside() {
     ((${#ASIDE[@]} >= JOBS)) || break
     sleep 1
   done
-  set -m # a group of its own, which heeds signals
-  "$@" </dev/null &
+  set -m # a group of its own, which heeds signals, and ends when the command in it has
+  (trap 'exit 130' INT; trap 'exit 143' TERM; "$@") </dev/null &
   set +m
   ASIDE+=($!)
 }

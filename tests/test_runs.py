@@ -314,9 +314,9 @@ def test_the_quick_path_runs_end_to_end(tiny, tmp_path, monkeypatch) -> None:
 # Stands for kvpop: says when it begins and ends, makes what the scripts look for, fails or goes on for long if it is told to.
 TAKES_TIME = """
 out=$(sed -E 's/.*--out ([^ ]+).*/\\1/' <<<"$*")
+trap 'sleep 0.5; echo "interrupted $*" >>"$LOG"; exit 130' INT
+trap 'sleep 0.5; echo "terminated $*" >>"$LOG"; exit 143' TERM
 echo "begin $*" >>"$LOG"
-trap 'echo "interrupted $*" >>"$LOG"; exit 130' INT
-trap 'echo "terminated $*" >>"$LOG"; exit 143' TERM
 for i in {1..5}; do sleep 0.1; done
 [[ -z ${SLOW:-} || $* != *"$SLOW"* ]] || for i in {1..300}; do sleep 0.1; done
 [[ -z ${BAD:-} || $* != *"$BAD"* ]] || { echo "end $*" >>"$LOG"; exit 3; }
